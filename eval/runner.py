@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from conceptmoe_vl.asking import Answer, answer_conversations, question_messages
+from conceptmoe_vl.errors import UserError
 from eval.tasks import Question, Task
 
 MODALITIES = ("image", "text")
@@ -123,7 +124,13 @@ def evaluate(
 
 def _ask(model: Any, processor: Any, task: Task, questions: Sequence[Question]) -> list[Sample]:
     conversations = [question_messages(question.images, question.text) for question in questions]
-    answers = answer_conversations(model, processor, conversations, task.max_new_tokens)
+    try:
+        answers = answer_conversations(model, processor, conversations, task.max_new_tokens)
+    except UserError as error:
+        if len(questions) == 1:
+            raise UserError(f"question '{questions[0].key}' cannot be asked: {error}") from error
+        # Somewhere in the batch: asked one by one, the culprit names itself.
+        return [sample for one in questions for sample in _ask(model, processor, task, [one])]
     samples = []
     for question, answer in zip(questions, answers, strict=True):
         parsed = task.parse(answer.text)
