@@ -13,6 +13,7 @@ import conceptmoe_vl_runtime
 from conceptmoe_vl.errors import UserError
 
 DEFAULT_MODEL = "runs/easy_vqa/model"  # what `make quickstart` trains
+ASK = "Answer a question about images; the answer stands alone on standard output."
 
 
 def run_program(program: Callable[[], int | None]) -> int:
@@ -70,11 +71,9 @@ def ask(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="conceptmoe-vl", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="conceptmoe-vl", description="ConceptMoE-VL")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "ask", help="answer a question about images", description=ask.__doc__.splitlines()[0]
-    )
+    command = commands.add_parser("ask", help="answer a question about images", description=ASK)
     add_ask_arguments(command)
     command.set_defaults(run=ask)
     arguments = parser.parse_args(argv)
