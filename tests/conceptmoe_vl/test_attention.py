@@ -1,0 +1,88 @@
+"""Packed and cached attention, rotary positions and RMSNorm against loops over tokens and heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conceptmoe_vl.attention import cached_attention, packed_attention
+from conceptmoe_vl.layers import RMSNorm, rotary_table, rotate
+from conceptmoe_vl.layout import PackedLayout
+from tests.reference import transformer as ref
+
+CPU = torch.device("cpu")
+SIZE = 8
+
+
+def reference_attention(q, k, v):
+    """Attention without rotation: positions 0 turn nothing."""
+    return ref.causal_attention(q, k, v, [0] * q.shape[0], 1e4)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 9, 1], [4, 4, 4, 2], [0, 3, 0, 0, 3, 1]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_attention_equals_documents_alone(lengths, kv_heads):
+    total = sum(lengths)
+    inputs = [torch.randn(total, n, SIZE, requires_grad=True) for n in (4, kv_heads, kv_heads)]
+    weights = torch.randn(total, 4, SIZE)
+    out = packed_attention(*inputs, PackedLayout.from_lengths(lengths, CPU))
+    (out * weights).sum().backward()
+
+    copies = [x.detach().double().requires_grad_() for x in inputs]
+    expected, start = [], 0
+    for length in lengths:
+        if length:
+            expected.append(reference_attention(*(x[start : start + length] for x in copies)))
+        start += length
+    expected = torch.cat(expected)
+    (expected * weights.double()).sum().backward()
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    for x, copy in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(x.grad.double(), copy.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("past", "lengths", "rows"),
+    [
+        ([3, 0, 5], [2, 4, 1], [0, 1, 2]),
+        ([3, 0, 5], [1, 1, 1], [0, 1, 2]),
+        ([2, 6], [1, 1], [3, 1]),
+        ([2, 6], [0, 1], [0, 2]),
+        ([4, 4], [1, 1], [0, 1]),
+    ],
+)
+def test_cached_attention_equals_the_whole_documents(past, lengths, rows):
+    """Buffers hold NaN wherever no key was written, so that reading too far cannot pass."""
+    total, longest = sum(lengths), max(p + n for p, n in zip(past, lengths, strict=True)) + 3
+    keys, values = (torch.full((4, 2, longest, SIZE), float("nan")) for _ in range(2))
+    q = torch.randn(total, 4, SIZE)
+    expected, start = [], 0
+    for row, before, length in zip(rows, past, lengths, strict=True):
+        k, v = torch.randn(before + length, 2, SIZE), torch.randn(before + length, 2, SIZE)
+        keys[row, :, : before + length] = k.transpose(0, 1)
+        values[row, :, : before + length] = v.transpose(0, 1)
+        padded = torch.cat((torch.zeros(before, 4, SIZE), q[start : start + length]))
+        expected.append(reference_attention(padded.double(), k.double(), v.double())[before:])
+        start += length
+    layout = PackedLayout.from_lengths(lengths, CPU, past_lengths=tuple(past), rows=tuple(rows))
+    out = cached_attention(q, keys.nan_to_num(0.0), values.nan_to_num(0.0), layout)
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_table_turns_like_the_formula():
+    positions = torch.tensor([0, 1, 5, 100])
+    x = torch.randn(4, 2, SIZE)
+    turned = rotate(x, rotary_table(positions, SIZE, 1e4))
+    for t, position in enumerate(positions.tolist()):
+        for head in range(2):
+            expected = ref.rotate(x[t, head].double(), position, 1e4)
+            torch.testing.assert_close(turned[t, head].double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_rms_norm_computes_in_float32():
+    norm = RMSNorm(16, 1e-6)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 16)
+    expected = ref.rms_norm(x.double(), norm.weight.detach().double(), 1e-6)
+    torch.testing.assert_close(norm(x).double(), expected, atol=1e-6, rtol=1e-5)
+    assert norm(x.bfloat16()).dtype == torch.bfloat16

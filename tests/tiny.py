@@ -1,0 +1,2 @@
+def tiny_model(**k):
+    return None
