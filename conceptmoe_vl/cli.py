@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import conceptmoe_vl_runtime
 from conceptmoe_vl.errors import UserError
@@ -58,6 +59,8 @@ def ask(arguments: argparse.Namespace) -> int:
 
     if not arguments.question.strip():
         raise UserError("the question is empty; give it in quotes as the last argument")
+    if not arguments.images and Path(arguments.question).is_file():
+        raise UserError(f"'{arguments.question}' is a file; give the question after it, in quotes")
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
     # Undecodable pictures are refused before the seconds that a model takes to load.

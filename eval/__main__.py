@@ -1,17 +1,16 @@
 """python -m eval --model DIR --tasks easy_vqa: asks, scores and writes everything down."""
 
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
 import conceptmoe_vl_runtime
 
-conceptmoe_vl_runtime.setup()
-
-import argparse  # noqa: E402  (nothing may import torch before the line above)
-import importlib.metadata  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-from conceptmoe_vl.cli import run_program  # noqa: E402
-from conceptmoe_vl.errors import UserError  # noqa: E402
+# torch is imported within the functions, after conceptmoe_vl_runtime.setup().
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,13 +49,14 @@ def default_output(model: Path) -> Path:
 
 
 def evaluate_tasks(arguments: argparse.Namespace) -> None:
+    from conceptmoe_vl.asking import check_model_folder, load_pretrained
+    from conceptmoe_vl.errors import UserError
+    from eval.tasks import get_tasks
+
     for name in ("batch_size", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
-    from conceptmoe_vl.asking import check_model_folder, load_pretrained
-    from eval.tasks import get_tasks
-
     # What can be refused without the seconds that a model takes to load is refused first.
     tasks = get_tasks(arguments.tasks)
     check_model_folder(arguments.model)
@@ -121,6 +121,9 @@ def _settings(model: Any, arguments: argparse.Namespace, task: Any) -> dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    conceptmoe_vl_runtime.setup()
+    from conceptmoe_vl.cli import run_program
+
     return run_program(lambda: evaluate_tasks(arguments))
 
 
