@@ -10,8 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.tiny import tiny_model
-
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -23,10 +21,14 @@ def _seeded():
 @pytest.fixture
 def text_model():
     """Text-only model, cosine router, evaluation mode."""
+    from tests.tiny import tiny_model
+
     return tiny_model(vision=None)
 
 
 @pytest.fixture
 def image_model():
     """Model with a small ViT, cosine router in grid mode, evaluation mode."""
+    from tests.tiny import tiny_model
+
     return tiny_model(image_mode="grid")

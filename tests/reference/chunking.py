@@ -108,7 +108,7 @@ def find_boundaries(
 
 def decide(prob: Tensor) -> list[bool]:
     """Evaluation: b_n = 1 where p_n >= 0.5."""
-    return [float(p) >= 0.5 for p in prob]
+    return [p.item() >= 0.5 for p in prob]
 
 
 def sharpen(p: float, tau: float) -> float:

@@ -78,7 +78,7 @@ def moe_block(
         logit = router @ row
         prob = torch.exp(logit - logit.max())
         prob = prob / prob.sum()
-    DUMMY
+        best = torch.sort(prob.detach(), descending=True).indices[:top_k].tolist()
         total = sum(prob[e] for e in best) if normalise else 1.0
         y = sum(prob[e] / total * swiglu(row, *experts[e]) for e in best)
         output.append(y if shared is None else y + swiglu(row, *shared))
