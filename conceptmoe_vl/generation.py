@@ -1,0 +1,147 @@
+"""How transformers' `generate` drives the two-level cache and hands over images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conceptmoe_vl.cache import ConceptCache
+
+_IMAGE_INPUTS = ("pixel_values", "image_grid_hw", "patch_coord", "patch_valid")
+
+
+class ConceptMoEGenerationMixin:
+    """Overrides of `GenerationMixin` for models with a [`ConceptCache`]."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, *args: Any
+    ) -> None:
+        name = "cache" if model_kwargs.get("cache") is not None else "past_key_values"
+        given = model_kwargs.pop(name, None)
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation='{generation_config.cache_implementation}' is not supported: this model "
+                "has its own two-level cache; leave the option out"
+            )
+        if given is not None and not isinstance(given, ConceptCache):
+            raise ValueError(
+                f"the cache is a {type(given).__name__}; this model needs a ConceptCache"
+            )
+        if generation_config.use_cache is False:
+            return
+        model_kwargs[_cache_name()] = given if given is not None else ConceptCache(self.config)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        cache: ConceptCache | None = None,
+        past_key_values: ConceptCache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Inputs of one step: the tokens that the cache does not hold, and the images among them.
+
+        Raises:
+            ValueError: the padding is on the right, or stored tokens end inside an image.
+        """
+        cache = cache if cache is not None else past_key_values
+        if attention_mask is not None and not attention_mask[:, -1].all():
+            raise ValueError(
+                "generation needs padding on the left: the last column of attention_mask has zeros"
+            )
+        done = 0 if cache is None else cache.get_seq_length()
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids[:, done:],
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+            "logits_to_keep": 1 if logits_to_keep is None else logits_to_keep,
+        }
+        if cache is not None:
+            inputs[_cache_name()] = cache
+        grids = kwargs.get("image_grid_hw")
+        if grids is not None:
+            inputs |= self._images_of_call(input_ids, done, kwargs)
+        return inputs
+
+    def _images_of_call(
+        self, input_ids: Tensor, done: int, kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """The images whose placeholders stand in this call's tokens."""
+        if not (input_ids[:, done:] == self.config.image_token_id).any():
+            return {}
+        rows = self._images_by_row(input_ids, kwargs["image_grid_hw"])
+        sizes = kwargs["image_grid_hw"].prod(1).tolist()
+        cached = (input_ids[:, :done] == self.config.image_token_id).sum(1).tolist()
+        keep = []
+        for images, stored in zip(rows, cached, strict=True):
+            for image in images:
+                if stored <= 0:
+                    keep.append(image)
+                stored -= sizes[image]
+                if -sizes[image] < stored < 0:
+                    raise ValueError(
+                        "the cached tokens end inside an image; give an image as a whole"
+                    )
+        index = torch.tensor(keep, device=input_ids.device)
+        return {name: kwargs[name][index] for name in _IMAGE_INPUTS if kwargs.get(name) is not None}
+
+    def _images_by_row(self, input_ids: Tensor, image_grid_hw: Tensor) -> list[list[int]]:
+        """Which images belong to each row, by counting placeholders.
+
+        Raises:
+            ValueError: placeholders and image tokens differ.
+        """
+        counts = (input_ids == self.config.image_token_id).sum(1).tolist()
+        sizes = image_grid_hw.prod(1).tolist()
+        rows, image = [], 0
+        for row, count in enumerate(counts):
+            images = []
+            while count > 0 and image < len(sizes):
+                count -= sizes[image]
+                images.append(image)
+                image += 1
+            if count:
+                raise ValueError(
+                    f"row {row} has {counts[row]} image placeholders, which the image grids {sizes} do not add up to"
+                )
+            rows.append(images)
+        return rows
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Repeats rows for beams and samples; images belong to rows and are repeated with them."""
+        images = {name: kwargs.pop(name) for name in _IMAGE_INPUTS if kwargs.get(name) is not None}
+        if expand_size > 1 and images:
+            by_row = self._images_by_row(input_ids, images["image_grid_hw"])
+            order = [image for row in by_row for _ in range(expand_size) for image in row]
+            index = torch.tensor(order, device=input_ids.device)
+            images = {name: value[index] for name, value in images.items()}
+        ids, kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size,
+            is_encoder_decoder=is_encoder_decoder,
+            input_ids=input_ids,
+            **kwargs,
+        )
+        return ids, kwargs | images
+
+
+def _cache_name() -> str:
+    """The keyword under which this transformers hands the cache around."""
+    from inspect import signature
+
+    from transformers import GenerationMixin
+
+    return (
+        "cache"
+        if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+        else "past_key_values"
+    )

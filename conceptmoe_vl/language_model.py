@@ -1,0 +1,172 @@
+"""The ConceptMoE language model: encode, chunk, concept model, dechunk, decode (Figure 1 of the paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from conceptmoe_vl.cache import ConceptCache
+from conceptmoe_vl.chunk import Boundaries, ChunkModule, TokenKinds
+from conceptmoe_vl.concepts import (
+    ConceptMap,
+    OpenChunks,
+    doublings_for,
+    map_concepts,
+    merge_tokens,
+    plug_back,
+    smooth,
+)
+from conceptmoe_vl.configuration import ChunkConfig, TextConfig
+from conceptmoe_vl.layers import Layer, RMSNorm, Stack
+from conceptmoe_vl.layout import PackedLayout
+from conceptmoe_vl.moe import RouterStatistics
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelOutput:
+    """States of the T tokens after the final norm, and how they came about.
+
+    Attributes:
+        hidden_TD: `[T, D]`. boundaries, concepts: the chunk module's decisions and the concept map.
+        routers: statistics of every executed MoE layer by stage: encoder, concept, decoder.
+    """
+
+    hidden_TD: Tensor
+    boundaries: Boundaries
+    concepts: ConceptMap
+    routers: dict[str, list[RouterStatistics]]
+
+
+class ConceptMoELanguageModel(nn.Module):
+    """Encoder E, chunk module, concept model C, dechunk and decoder D over one packed stream.
+
+    Args:
+        text, chunk: configuration sections.
+    """
+
+    def __init__(self, text: TextConfig, chunk: ChunkConfig) -> None:
+        super().__init__()
+        self.chunk_config = chunk
+        d, width = text.hidden_size, text.width_of_concepts
+        joint_from = text.decoder_layers - chunk.joint_decoding_layers
+        encoder = [Layer(text) for _ in range(text.encoder_layers)]
+        concept = [Layer(text, concept=True) for _ in range(text.concept_layers)]
+        decoder = [Layer(text, joint=index >= joint_from) for index in range(text.decoder_layers)]
+        self.encoder = Stack(encoder, list(range(text.encoder_layers)), text)
+        self.chunk = ChunkModule(chunk, d)
+        self.to_concept = nn.Linear(d, width, bias=False) if width != d else nn.Identity()
+        self.concept = Stack(concept, text.concept_schedule, text)
+        self.from_concept = nn.Linear(width, d, bias=False) if width != d else nn.Identity()
+        self.decoder = Stack(decoder, list(range(text.decoder_layers)), text)
+        self.norm = RMSNorm(d, text.rms_norm_eps)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: PackedLayout,
+        kinds: TokenKinds,
+        cache: ConceptCache | None = None,
+    ) -> LanguageModelOutput:
+        """Runs the five steps of the method.
+
+        Args:
+            x_TD: token embeddings. layout: documents. kinds: modalities and forced boundaries.
+            cache: read and written; its rows are the documents.
+        """
+        h_TD, encoder = self.encoder(x_TD, layout, stores=cache and cache.encoder)
+        boundaries, concepts, c_MD = self._chunk(h_TD, layout, kinds, cache)
+        changed_MC, concept = self._concept_model(self.to_concept(c_MD), concepts, cache)
+        z_TD, concept_XD = self._dechunk(h_TD, c_MD, changed_MC, boundaries, concepts, cache)
+        y_TD, decoder = self.decoder(
+            z_TD, layout, (concept_XD, concepts.read_T), cache and cache.decoder
+        )
+        routers = {"encoder": encoder, "concept": concept, "decoder": decoder}
+        if cache is not None:
+            cache.token_lengths = _added(cache.token_lengths, layout.lengths)
+            cache.concept_lengths = _added(cache.concept_lengths, concepts.layout.lengths)
+        return LanguageModelOutput(self.norm(y_TD), boundaries, concepts, routers)
+
+    def _chunk(
+        self, h_TD: Tensor, layout: PackedLayout, kinds: TokenKinds, cache: ConceptCache | None
+    ) -> tuple[Boundaries, ConceptMap, Tensor]:
+        state = None if cache is None else cache.chunk
+        boundaries = self.chunk(h_TD, kinds, layout, None if state is None else state.last_key_GD)
+        past = None if cache is None else cache.concept_lengths
+        concepts = map_concepts(
+            boundaries, kinds, layout, self.chunk_config.concept_positions, past
+        )
+        open_chunks = None
+        if state is not None:
+            open_chunks = state.open_chunks or _nothing_open(h_TD, len(layout.lengths))
+            if boundaries.key_TD is not None:
+                state.last_key_GD = _last_of_documents(boundaries.key_TD, layout, state.last_key_GD)
+        c_MD, open_chunks = merge_tokens(h_TD, concepts, self.chunk_config.merge, open_chunks)
+        if state is not None:
+            state.open_chunks = open_chunks
+        return boundaries, concepts, c_MD
+
+    def _concept_model(
+        self, c_MC: Tensor, concepts: ConceptMap, cache: ConceptCache | None
+    ) -> tuple[Tensor, list[RouterStatistics]]:
+        if concepts.count == 0:  # decoding: no row closed a concept in this step
+            return c_MC, []
+        return self.concept(c_MC, concepts.layout, stores=cache and cache.concept)
+
+    def _dechunk(
+        self,
+        h_TD: Tensor,
+        c_MD: Tensor,
+        changed_MC: Tensor,
+        boundaries: Boundaries,
+        concepts: ConceptMap,
+        cache: ConceptCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """z `[T, D]` (eq. 5, 6), and the smoothed concepts that joint decoding reads (extended index)."""
+        chunk = self.chunk_config
+        delta = chunk.concept_residual == "delta"
+        values = self.from_concept(changed_MC)
+        if delta:
+            change_MD = self.from_concept(changed_MC - self.to_concept(c_MD))
+            if chunk.router == "none" and chunk.joint_decoding_layers == 0 and cache is None:
+                return h_TD + change_MD, values
+            values = (
+                torch.cat((values, change_MD), dim=1) if chunk.joint_decoding_layers else change_MD
+            )
+        p_M = boundaries.probability_T[concepts.boundary_M]
+        if not chunk.ema:
+            p_M = torch.ones_like(p_M)
+        carried = None
+        if cache is not None:
+            carried = cache.chunk.smoothed_GD
+            if carried is None:
+                carried = values.new_zeros(concepts.carried, values.shape[1], dtype=torch.float32)
+        deterministic = not self.training or chunk.noise == "none"
+        smoothed = smooth(values, p_M, concepts, carried, doublings_for(concepts, deterministic))
+        if cache is not None:
+            cache.chunk.smoothed_GD = _last_of_documents(
+                smoothed[concepts.carried :], concepts.layout, carried
+            )
+        smoothed = smoothed.to(h_TD.dtype)
+        width = h_TD.shape[1]
+        concept_XD, u_XD = smoothed[:, :width], smoothed[:, -width:]
+        return plug_back(h_TD, u_XD, boundaries, concepts), concept_XD
+
+
+def _added(lengths: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(lengths, more, strict=True))
+
+
+def _nothing_open(h_TD: Tensor, documents: int) -> OpenChunks:
+    sums = h_TD.new_zeros(documents, h_TD.shape[1], dtype=torch.float32)
+    return OpenChunks(sums, sums[:, 0].clone())
+
+
+def _last_of_documents(x_TD: Tensor, layout: PackedLayout, before_GD: Tensor | None) -> Tensor:
+    """`[G, D]`: last entry of each document, or what it carried where nothing is new."""
+    lengths = torch.tensor(layout.lengths, device=x_TD.device)
+    if x_TD.shape[0] == 0:
+        return before_GD
+    last = x_TD[(layout.cu_seqlens[1:].long() - 1).clamp(min=0)]
+    return last if before_GD is None else torch.where(lengths[:, None] > 0, last, before_GD)

@@ -1,0 +1,183 @@
+"""The transformer layer that E, C and D share, and the stack that runs a schedule of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conceptmoe_vl.attention import cached_attention, packed_attention
+from conceptmoe_vl.configuration import TextConfig
+from conceptmoe_vl.layout import PackedLayout
+from conceptmoe_vl.moe import MoEBlock, RouterStatistics
+
+if TYPE_CHECKING:
+    from conceptmoe_vl.cache import KeyValueStore
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dimension, computed in float32, returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+def rotary_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[T, 1, H]` of the rotary embedding, float32, halves repeated."""
+    exponent = (
+        torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
+    )
+    angles = positions_T.float()[:, None] * theta**-exponent
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_TNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Applies the rotary embedding to heads, in the NeoX half layout that transformers' models use."""
+    cos, sin = (table.to(x_TNH.dtype) for table in rotary)
+    first, second = x_TNH.chunk(2, dim=-1)
+    return x_TNH * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class JointDecoding(nn.Module):
+    """What eq. 7 adds to a layer's queries, keys and values: W^c of the normalised concept.
+
+    The products run on the M concepts and are gathered for the T tokens afterwards, which is the same
+    and costs R times less.
+    """
+
+    def __init__(self, text: TextConfig) -> None:
+        super().__init__()
+        d, size = text.hidden_size, text.head_dim
+        self.norm = RMSNorm(d, text.rms_norm_eps)
+        self.q_proj = nn.Linear(d, text.num_attention_heads * size, bias=False)
+        self.k_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
+        self.v_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
+
+    def forward(self, concept_MD: Tensor, concept_of_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self.norm(concept_MD)
+        q, k, v = (
+            proj(normed).index_select(0, concept_of_T)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return q, k, v
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention with optional QK-norm and joint decoding."""
+
+    def __init__(self, text: TextConfig, hidden_size: int, joint: bool) -> None:
+        super().__init__()
+        self.head_dim = text.head_dim
+        self.q_proj = nn.Linear(hidden_size, text.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(text.num_attention_heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
+        self.joint = JointDecoding(text) if joint else None
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: PackedLayout,
+        rotary: tuple[Tensor, Tensor],
+        concepts: tuple[Tensor, Tensor] | None,
+        store: KeyValueStore | None,
+    ) -> Tensor:
+        q, k, v = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+        if self.joint is not None and concepts is not None:
+            joint_q, joint_k, joint_v = self.joint(*concepts)
+            q, k, v = q + joint_q, k + joint_k, v + joint_v
+        q_TNH, k_TNH, v_TNH = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q_TNH = rotate(self.q_norm(q_TNH), rotary)
+        k_TNH = rotate(self.k_norm(k_TNH), rotary)
+        if store is not None:
+            keys, values = store.append(k_TNH, v_TNH, layout)
+        if store is not None and layout.has_past:
+            out_TNH = cached_attention(q_TNH, keys, values, layout)
+        else:
+            out_TNH = packed_attention(q_TNH, k_TNH, v_TNH, layout)
+        return self.o_proj(out_TNH.flatten(1))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and mixture of experts.
+
+    Args:
+        text: shapes. concept: whether the layer belongs to C. joint: whether it reads the concept (eq. 7).
+    """
+
+    def __init__(self, text: TextConfig, concept: bool = False, joint: bool = False) -> None:
+        super().__init__()
+        d = text.width_of_concepts if concept else text.hidden_size
+        self.input_layernorm = RMSNorm(d, text.rms_norm_eps)
+        self.self_attn = Attention(text, d, joint)
+        self.post_attention_layernorm = RMSNorm(d, text.rms_norm_eps)
+        self.mlp = MoEBlock(
+            d,
+            text.moe_intermediate_size,
+            text.experts_of_concepts if concept else text.num_experts,
+            text.experts_per_concept if concept else text.num_experts_per_tok,
+            text.num_shared_experts,
+            text.norm_topk_prob,
+        )
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: PackedLayout,
+        rotary: tuple[Tensor, Tensor],
+        concepts: tuple[Tensor, Tensor] | None = None,
+        store: KeyValueStore | None = None,
+    ) -> tuple[Tensor, RouterStatistics]:
+        attended = self.self_attn(self.input_layernorm(x_TD), layout, rotary, concepts, store)
+        x_TD = x_TD + attended
+        out_TD, statistics = self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD + out_TD, statistics
+
+
+class Stack(nn.Module):
+    """Layers run in the order of a schedule; a looped layer appears in it more than once.
+
+    Args:
+        layers: the layers. schedule: layer indices in the order of execution.
+        theta, head_dim: of the rotary embedding.
+    """
+
+    def __init__(self, layers: list[Layer], schedule: list[int], text: TextConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.schedule = schedule
+        self.theta, self.head_dim = text.rope_theta, text.head_dim
+        self.gradient_checkpointing = False
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: PackedLayout,
+        concepts: tuple[Tensor, Tensor] | None = None,
+        stores: list[KeyValueStore] | None = None,
+    ) -> tuple[Tensor, list[RouterStatistics]]:
+        """`[T, D]` states after all layers, and the statistics of every execution in order."""
+        rotary = rotary_table(layout.positions_T, self.head_dim, self.theta)
+        collected = []
+        for execution, index in enumerate(self.schedule):
+            store = stores[execution] if stores is not None else None
+            layer = self.layers[index]
+            if self.gradient_checkpointing and self.training:
+                x_TD, statistics = torch.utils.checkpoint.checkpoint(
+                    layer, x_TD, layout, rotary, concepts, None, use_reentrant=False
+                )
+            else:
+                x_TD, statistics = layer(x_TD, layout, rotary, concepts, store)
+            collected.append(statistics)
+        return x_TD, collected

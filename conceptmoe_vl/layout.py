@@ -1,0 +1,94 @@
+"""The one packed layout: a stream of T tokens (or M concepts), documents end to end, no padding.
+
+A `PackedLayout` is made once a level and call, and travels with the states instead of loose arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLayout:
+    """Where the documents of one packed stream lie, and what stands before them in a cache.
+
+    Attributes:
+        cu_seqlens: `[G + 1]` int32, offsets of the documents in the stream, from 0 to T.
+        lengths: the same as G Python integers, so that no kernel call waits for the device.
+        past_lengths: tokens of each document that are already in a cache (zeros without one).
+        positions_T: `[T]` int64, the rotary position of every token.
+        rows: cache row of each document; None without a cache.
+    """
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+    past_lengths: tuple[int, ...]
+    positions_T: Tensor
+    rows: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: list[int] | tuple[int, ...],
+        device: torch.device,
+        past_lengths: tuple[int, ...] | None = None,
+        positions_T: Tensor | None = None,
+        rows: tuple[int, ...] | None = None,
+    ) -> PackedLayout:
+        """A layout of documents of these lengths; positions count from each document's past length."""
+        lengths = tuple(lengths)
+        past = past_lengths or (0,) * len(lengths)
+        counts = torch.tensor((0, *lengths), dtype=torch.int32, device=device)
+        cu_seqlens = counts.cumsum(0, dtype=torch.int32)
+        if positions_T is None:
+            repeats = counts[1:].long()
+            offset = torch.tensor(past, device=device) - cu_seqlens[:-1]
+            total = sum(lengths)
+            positions_T = torch.arange(total, device=device) + offset.repeat_interleave(
+                repeats, output_size=total
+            )
+        return cls(cu_seqlens, lengths, past, positions_T, rows)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int) -> PackedLayout:
+        """A layout from document offsets.
+
+        Raises:
+            ValueError: the offsets do not rise from 0 to `total`.
+        """
+        offsets = cu_seqlens.tolist()
+        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        if not offsets or offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens ({total}), got {offsets[:3]} ... {offsets[-1:]}"
+            )
+        return cls.from_lengths(lengths, cu_seqlens.device)
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def has_past(self) -> bool:
+        return any(self.past_lengths)
+
+    @cached_property
+    def document_T(self) -> Tensor:
+        """`[T]` int64: which document each token belongs to."""
+        counts = self.cu_seqlens.diff().long()
+        return torch.arange(len(self.lengths), device=counts.device).repeat_interleave(
+            counts, output_size=self.total
+        )
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Offsets of the first tokens of the documents that are not empty."""
+        return self.cu_seqlens[:-1][self.cu_seqlens.diff() > 0].long()

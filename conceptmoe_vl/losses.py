@@ -1,0 +1,200 @@
+"""The losses: chunked cross entropy, ratio loss (eq. 4), balance loss and z-loss of the routers.
+
+Statistics are summed over all tokens of all modalities and samples on every data-parallel rank, so that
+the gradient is that of one process that holds the whole batch (DESIGN.md 3.5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conceptmoe_vl.chunk import Boundaries
+from conceptmoe_vl.configuration import ChunkConfig
+from conceptmoe_vl.experts import compute_dtype
+from conceptmoe_vl.layout import PackedLayout
+from conceptmoe_vl.moe import RouterStatistics
+
+# Logits of one chunk: 4 M entries are 16 MiB in float32, whatever the vocabulary.
+_LOGIT_ENTRIES = 1 << 22
+
+
+def sum_over_ranks(local: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over data-parallel ranks; its gradient is world size times the local one.
+
+    Gradients are averaged over ranks afterwards, so the result is the gradient of the whole sum. One
+    collective; every rank must call it equally often.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return local
+    world = dist.get_world_size(group)
+    total = local.detach().clone()
+    dist.all_reduce(total, group=group)
+    scaled = local * world
+    return total + (scaled - scaled.detach())
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryLosses:
+    """Unweighted losses (scalars, float32) and what they were computed from.
+
+    Attributes:
+        ratio, balance, router_z: the losses.
+        tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by modality.
+        load_LE: share of slots per executed MoE layer, a list of `[E]` tensors.
+    """
+
+    ratio: Tensor
+    balance: Tensor
+    router_z: Tensor
+    tokens_per_concept: Tensor
+    ratio_by_modality: dict[str, Tensor]
+    load_LE: list[Tensor]
+
+
+def auxiliary_losses(
+    chunk: ChunkConfig,
+    boundaries: Boundaries,
+    image_T: Tensor,
+    layout: PackedLayout,
+    routers: list[RouterStatistics],
+    across_ranks: bool,
+) -> AuxiliaryLosses:
+    """All losses that need statistics, with one collective for the lot.
+
+    Args:
+        chunk: the `chunk` section. boundaries: p and b. image_T: `[T]` bool. layout: documents.
+        routers: statistics of every executed MoE layer. across_ranks: sum over data-parallel ranks.
+    """
+    parts = [_ratio_sums(chunk, boundaries, image_T, layout)]
+    for router in routers:
+        scalars = torch.stack((router.z.double(), router.z.new_tensor(router.tokens).double()))
+        parts += [router.slots_E.double(), router.probability_E.double(), scalars]
+    sums = torch.cat(parts)
+    if across_ranks:
+        sums = sum_over_ranks(sums)
+    parts = list(sums.split([part.numel() for part in parts]))
+    # 2 modalities (text, image) x (sum of p, sum of b, tokens)
+    by_modality, sample = parts[0][:6].view(2, 3), parts[0][6:]
+    balances, z_losses, loads = [], [], []
+    for index in range(len(routers)):
+        slots_E, probability_E, (z, tokens) = parts[1 + 3 * index : 4 + 3 * index]
+        load_E = slots_E / slots_E.sum().clamp(min=1)
+        # 1 for uniform routing, E when one expert takes all.
+        balances.append(load_E.numel() * (load_E * probability_E / tokens.clamp(min=1)).sum())
+        z_losses.append(z / tokens.clamp(min=1))
+        loads.append(load_E.float())
+    zero = sums.new_zeros(())
+    counted = by_modality.detach()
+    closed = {"text": counted[0], "image": counted[1]}
+    return AuxiliaryLosses(
+        ratio=_ratio_loss(chunk, by_modality, sample).float(),
+        balance=(torch.stack(balances).mean() if balances else zero).float(),
+        router_z=(torch.stack(z_losses).mean() if z_losses else zero).float(),
+        tokens_per_concept=(counted[:, 2].sum() / counted[:, 1].sum().clamp(min=1)).float(),
+        ratio_by_modality={
+            name: (n / b.clamp(min=1)).float() for name, (_, b, n) in closed.items()
+        },
+        load_LE=loads,
+    )
+
+
+def _ratio_sums(
+    chunk: ChunkConfig, boundaries: Boundaries, image_T: Tensor, layout: PackedLayout
+) -> Tensor:
+    """`[8]`: sums of p, b and 1 over text, then over image tokens; sum over documents of their own loss, and G."""
+    p_T, b_T = boundaries.probability_T.double(), boundaries.mask_T.double()
+    image = image_T.double()
+    rows = torch.stack((p_T, b_T, torch.ones_like(p_T)))
+    sums = torch.stack((rows @ (1 - image), rows @ image)).flatten()
+    sample = p_T.new_zeros(2)
+    if chunk.ratio_scope == "sample" and chunk.router != "none":
+        per_document = p_T.new_zeros(3, len(layout.lengths)).index_add(1, layout.document_T, rows)
+        p_G, b_G, n_G = per_document[:, per_document[2] > 0]
+        losses_G = _eq4(chunk.target_ratio, b_G / n_G, p_G / n_G)
+        sample = torch.stack((losses_G.sum(), losses_G.new_tensor(float(len(n_G)))))
+    return torch.cat((sums, sample))
+
+
+def _ratio_loss(chunk: ChunkConfig, by_modality: Tensor, sample: Tensor) -> Tensor:
+    if chunk.router == "none":
+        return by_modality.sum() * 0.0
+    if chunk.ratio_scope == "sample":
+        return sample[0] / sample[1].clamp(min=1)
+    if chunk.ratio_scope == "modality":
+        targets = (chunk.text_target_ratio, chunk.image_target_ratio)
+        tokens = by_modality[:, 2].detach()
+        terms = [
+            _eq4(target or chunk.target_ratio, b / n.clamp(min=1), p / n.clamp(min=1)) * n
+            for target, (p, b, n) in zip(targets, by_modality, strict=True)
+        ]
+        return torch.stack(terms).sum() / tokens.sum().clamp(min=1)
+    p, b, n = by_modality.sum(0)
+    return _eq4(chunk.target_ratio, b / n.clamp(min=1), p / n.clamp(min=1))
+
+
+def _eq4(ratio: float, share: Tensor, mean_p: Tensor) -> Tensor:
+    """R F G + R/(R-1) (1-F)(1-G); F, the share of boundaries, carries no gradient."""
+    share = share.detach()
+    return ratio * share * mean_p + ratio / (ratio - 1) * (1 - share) * (1 - mean_p)
+
+
+def chunked_cross_entropy(
+    h_SD: Tensor, weight_VD: Tensor, target_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Summed and single token losses without ever holding `[S, V]` logits.
+
+    The gradient is made chunk by chunk together with the loss, while a chunk's logits exist: memory stays
+    at one chunk and no product is computed twice.
+
+    Args:
+        h_SD: states of the supervised positions. weight_VD: head. target_S: ids to predict.
+
+    Returns:
+        The differentiable sum (float32) and the detached losses `[S]`.
+    """
+    return _ChunkedCrossEntropy.apply(h_SD, weight_VD, target_S)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h_SD, weight_VD, target_S):
+        dtype = compute_dtype(h_SD)
+        weight = weight_VD.to(dtype)
+        needs_h, needs_weight = ctx.needs_input_grad[:2]
+        rows = max(_LOGIT_ENTRIES // weight.shape[0], 64)
+        losses = torch.empty(h_SD.shape[0], dtype=torch.float32, device=h_SD.device)
+        grad_h = torch.empty_like(h_SD) if needs_h else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        for start in range(0, h_SD.shape[0], rows):
+            part = slice(start, start + rows)
+            h, target = h_SD[part].to(dtype), target_S[part, None]
+            logits = (h @ weight.T).float()
+            norm = logits.logsumexp(-1, keepdim=True)
+            losses[part] = (norm - logits.gather(1, target)).squeeze(1)
+            if not (needs_h or needs_weight):
+                continue
+            # d loss / d logits = softmax - one-hot
+            grad = logits.sub_(norm).exp_()
+            grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
+            grad = grad.to(dtype)
+            if needs_h:
+                grad_h[part] = grad @ weight
+            if needs_weight and dtype == torch.float32:
+                grad_weight.addmm_(grad.T, h)
+            elif needs_weight:
+                grad_weight += grad.T @ h
+        ctx.save_for_backward(grad_h, grad_weight)
+        ctx.weight_dtype = weight_VD.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx, grad_sum, _):
+        grad_h, grad_weight = ctx.saved_tensors
+        grad_h = None if grad_h is None else grad_h * grad_sum.to(grad_h.dtype)
+        grad_weight = None if grad_weight is None else (grad_weight * grad_sum).to(ctx.weight_dtype)
+        return grad_h, grad_weight, None

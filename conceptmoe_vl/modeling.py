@@ -1,0 +1,403 @@
+"""The whole model: vision tower, projector and ConceptMoE language model, as a transformers model.
+
+Inputs come padded `[B, N]` with an attention mask, or packed `[T]` with `cu_seqlens`. Padding ends here:
+everything inside sees one packed stream, so padding can enter no attention, statistic or loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+
+from conceptmoe_vl.cache import ConceptCache
+from conceptmoe_vl.chunk import ChunkModule
+from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.experts import Experts
+from conceptmoe_vl.generation import ConceptMoEGenerationMixin
+from conceptmoe_vl.interleave import token_kinds
+from conceptmoe_vl.language_model import ConceptMoELanguageModel, LanguageModelOutput
+from conceptmoe_vl.layers import JointDecoding, RMSNorm, Stack
+from conceptmoe_vl.layout import PackedLayout
+from conceptmoe_vl.losses import auxiliary_losses, chunked_cross_entropy
+from conceptmoe_vl.moe import Router
+from conceptmoe_vl.outputs import ChunkOutput, ConceptMoEVLOutput
+from conceptmoe_vl.vision import VisionTower, build_projector
+
+
+class LanguageModelHead(nn.Linear):
+    """The head: logits, or the chunked loss against targets.
+
+    The loss is part of the module's forward so that ZeRO-3 gathers the weight for it.
+    """
+
+    def forward(self, h_SD: Tensor, target_S: Tensor | None = None) -> Any:
+        if target_S is None:
+            return super().forward(h_SD)
+        return chunked_cross_entropy(h_SD, self.weight, target_S)
+
+
+class ConceptMoEVLPreTrainedModel(PreTrainedModel):
+    """Weights' start, loading and saving.
+
+    | part | start |
+    | --- | --- |
+    | linear layers, embeddings, experts, routers | normal, standard deviation `initializer_range` |
+    | joint decoding W^c | zeros (eq. 7 starts as the plain layer) |
+    | chunk projections | identity, or normal with 1/sqrt(d) |
+    | vision tower | timm's own |
+    """
+
+    config_class = ConceptMoEVLConfig
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Layer", "VisionTower"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _can_compile_fullgraph = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.text.initializer_range
+        if isinstance(module, Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Router):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, JointDecoding):
+            for projection in (module.q_proj, module.k_proj, module.v_proj):
+                init.zeros_(projection.weight)
+                projection._is_hf_initialized = True
+        elif isinstance(module, ChunkModule) and module.config.router == "cosine":
+            for projection in (module.q_proj, module.k_proj):
+                if module.config.init == "identity":
+                    init.eye_(projection.weight)
+                else:
+                    init.normal_(projection.weight, mean=0.0, std=projection.in_features**-0.5)
+                projection._is_hf_initialized = True
+        elif isinstance(module, VisionTower):
+            _restart_vision(module, self.config)
+        elif isinstance(module, nn.Linear):
+            if not getattr(module, "_is_hf_initialized", False):
+                init.normal_(module.weight, mean=0.0, std=std)
+                if module.bias is not None:
+                    init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
+        for module in self.modules():
+            if isinstance(module, Stack):
+                module.gradient_checkpointing = enable
+            elif isinstance(module, VisionTower):
+                module.model.set_grad_checkpointing(enable)
+
+
+class ConceptMoEVLForConditionalGeneration(
+    ConceptMoEVLPreTrainedModel, ConceptMoEGenerationMixin, GenerationMixin
+):
+    """A vision-language model whose deep layers run on concepts instead of tokens.
+
+    Args:
+        config: all three sections; `config.vision` None makes a text-only model.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ConceptMoEVLConfig) -> None:
+        super().__init__(config)
+        text, vision = config.text, config.vision
+        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        if vision is not None:
+            if config.image_token_id is None:
+                raise ValueError(
+                    "a model with vision needs config.image_token_id; take it from the tokenizer"
+                )
+            self.vision = VisionTower(vision)
+            self.projector = build_projector(vision, self.vision.width, text.hidden_size)
+        self.language_model = ConceptMoELanguageModel(text, config.chunk)
+        self.lm_head = LanguageModelHead(text.hidden_size, text.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_hw: Tensor | None = None,
+        patch_coord: Tensor | None = None,
+        patch_valid: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        cache: ConceptCache | None = None,
+        past_key_values: ConceptCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_logits: bool | None = None,
+        **unused: Any,
+    ) -> ConceptMoEVLOutput:
+        """Runs the model on padded or packed inputs.
+
+        Args:
+            input_ids: `[B, N]` ids, or `[T]` with `cu_seqlens` `[G + 1]`.
+            attention_mask: `[B, N]`, 0 for padding on either side; with a cache it may cover the past too.
+            pixel_values: `[I, 3, S, S]`, or patches `[I, P, patch * patch * 3]` with `patch_coord`
+                `[I, P, 2]` and `patch_valid` `[I, P]` for native aspect. Images in reading order.
+            image_grid_hw: `[I, 2]` rows and columns of each image's tokens.
+            labels: like `input_ids`, the token itself where it is supervised and -100 elsewhere.
+            num_items_in_batch: what the summed language loss is divided by; None: supervised tokens here.
+            cache, past_key_values: the cache, under its new and its old name in transformers.
+            logits_to_keep: last columns of each row that get logits; 0: all.
+            return_logits: whether logits are made; None: unless training with labels.
+
+        Raises:
+            ValueError: shapes or images do not fit, with both numbers and the remedy.
+        """
+        cache = cache if cache is not None else past_key_values
+        if use_cache and cache is None:
+            cache = ConceptCache(self.config)
+        packed = PackedInputs(self.config, input_ids, attention_mask, cu_seqlens, cache)
+        grids = [] if image_grid_hw is None else image_grid_hw.tolist()
+        kinds = token_kinds(packed.ids_T, packed.layout, self.config, grids)
+        x_TD = self.embed_tokens(packed.ids_T)
+        x_TD = self._place_images(
+            x_TD, kinds.image_T, pixel_values, grids, patch_coord, patch_valid
+        )
+        if cache is not None:
+            cache.begin(len(packed.layout.lengths))
+            cache.padded_length += input_ids.shape[-1]
+        states = self.language_model(x_TD, packed.layout, kinds, cache)
+        output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
+        self._add_losses(output, states, packed, kinds.image_T, labels, num_items_in_batch)
+        wanted = (
+            return_logits
+            if return_logits is not None
+            else not (self.training and labels is not None)
+        )
+        if wanted:
+            output.logits = packed.unpack(self.lm_head, states.hidden_TD, logits_to_keep)
+        return output
+
+    def _place_images(
+        self,
+        x_TD: Tensor,
+        image_T: Tensor,
+        pixel_values: Tensor | None,
+        grids: list[list[int]],
+        patch_coord: Tensor | None,
+        patch_valid: Tensor | None,
+    ) -> Tensor:
+        """Puts projected image tokens at their placeholders."""
+        if self.config.vision is None:
+            if pixel_values is not None:
+                raise ValueError(
+                    "pixel_values were given, but this model is text-only (vision: null)"
+                )
+            return x_TD
+        if pixel_values is None or not grids:
+            if grids or pixel_values is not None:
+                raise ValueError(
+                    "pixel_values and image_grid_hw belong together; build inputs with the processor"
+                )
+            return x_TD + self._absent_images() if self._must_run_vision() else x_TD
+        if len(grids) != len(pixel_values):
+            raise ValueError(
+                f"{len(pixel_values)} images but {len(grids)} rows of image_grid_hw were given"
+            )
+        features_PD = self.projector(self.vision(pixel_values, grids, patch_coord, patch_valid))
+        where = image_T.nonzero().squeeze(1)
+        return x_TD.index_copy(0, where, features_PD.to(x_TD.dtype))
+
+    def _must_run_vision(self) -> bool:
+        """Whether another rank may run the vision path now: collectives of this rank must match."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        partitioned = hasattr(next(self.vision.parameters()), "ds_id")
+        return self.training or partitioned
+
+    def _absent_images(self) -> Tensor:
+        """Zero, with a zero gradient for every parameter of the vision path: one minimal image times 0."""
+        vision, edge = self.config.vision, self.config.vision.downsample
+        parameter = next(self.projector.parameters())
+        side = edge * self.vision.patch_size
+        if vision.size_policy == "native":
+            count = edge * edge
+            coord = torch.cartesian_prod(torch.arange(edge), torch.arange(edge)).view(1, count, 2)
+            pixels = parameter.new_zeros(1, count, self.vision.patch_size**2 * 3)
+            valid = torch.ones(1, count, dtype=torch.bool, device=parameter.device)
+            features = self.vision(pixels, [[1, 1]], coord.to(parameter.device), valid)
+        else:
+            side = vision.image_size
+            tokens = side // (edge * self.vision.patch_size)
+            pixels = parameter.new_zeros(1, 3, side, side)
+            features = self.vision(pixels, [[tokens, tokens]])
+        return self.projector(features).sum() * 0.0
+
+    def _add_losses(
+        self,
+        output: ConceptMoEVLOutput,
+        states: LanguageModelOutput,
+        packed: PackedInputs,
+        image_T: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | float | None,
+    ) -> None:
+        """Fills in every loss and the statistics; the total only with labels."""
+        text, chunk = self.config.text, self.config.chunk
+        routers = [statistics for stage in states.routers.values() for statistics in stage]
+        losses = auxiliary_losses(
+            chunk, states.boundaries, image_T, packed.layout, routers, across_ranks=self.training
+        )
+        output.chunks.ratio, output.chunks.ratio_by_modality = (
+            losses.tokens_per_concept,
+            losses.ratio_by_modality,
+        )
+        loads = iter(losses.load_LE)
+        output.expert_load = {
+            stage: torch.stack([next(loads) for _ in layers])
+            for stage, layers in states.routers.items()
+            if layers
+        }
+        output.ratio_loss, output.balance_loss = losses.ratio, losses.balance
+        output.router_z_loss = losses.router_z
+        if labels is None:
+            return
+        positions_S, target_S = packed.supervised(labels)
+        total, each = self.lm_head(states.hidden_TD.index_select(0, positions_S - 1), target_S)
+        divisor = max(len(target_S), 1) if num_items_in_batch is None else num_items_in_batch
+        output.lm_loss = total / divisor
+        output.lm_loss_per_token, output.supervised_positions = each, positions_S
+        output.loss = (
+            output.lm_loss
+            + chunk.ratio_loss_weight * output.ratio_loss
+            + text.balance_loss_weight * output.balance_loss
+            + text.router_z_loss_weight * output.router_z_loss
+        )
+
+
+class PackedInputs:
+    """Padded or packed inputs as one packed stream, and the way back.
+
+    Args:
+        config: for the embedding's length. input_ids, attention_mask, cu_seqlens: as in `forward`.
+        cache: its row lengths come before the new tokens.
+    """
+
+    def __init__(
+        self,
+        config: ConceptMoEVLConfig,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: ConceptCache | None,
+    ) -> None:
+        if input_ids is None:
+            raise ValueError("input_ids are needed: image placeholders are found by their ids")
+        if (input_ids.dim() == 1) != (cu_seqlens is not None):
+            raise ValueError(
+                f"input_ids have shape {tuple(input_ids.shape)}: give [B, N] ids, or [T] ids with cu_seqlens"
+            )
+        self.kept_BN: Tensor | None = None
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError(
+                    "a cache needs padded inputs [B, N]; packed documents cannot be continued"
+                )
+            self.ids_T = input_ids
+            self.layout = PackedLayout.from_cu_seqlens(cu_seqlens, input_ids.shape[0])
+        else:
+            self._pack(input_ids, attention_mask, cache)
+        if self.ids_T.numel() == 0:
+            raise ValueError("the input holds no token; give at least one that is not padding")
+
+    def _pack(
+        self, input_ids: Tensor, attention_mask: Tensor | None, cache: ConceptCache | None
+    ) -> None:
+        rows, columns = input_ids.shape
+        past = cache.token_lengths if cache is not None and cache.token_lengths else None
+        if attention_mask is None:
+            kept = torch.ones_like(input_ids, dtype=torch.bool)
+        elif attention_mask.dim() != 2 or attention_mask.shape[1] < columns:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
+                "the mask must cover the inputs"
+            )
+        else:
+            kept = attention_mask[:, -columns:].bool().to(input_ids.device)
+        self.kept_BN = kept
+        self.ids_T = input_ids[kept]
+        numbers = tuple(range(rows)) if cache is not None else None
+        self.layout = PackedLayout.from_lengths(
+            kept.sum(1).tolist(), input_ids.device, past, rows=numbers
+        )
+
+    def supervised(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Stream indices of supervised tokens and their ids; a document's first token has no predictor."""
+        labels_T = labels if self.kept_BN is None else labels[self.kept_BN]
+        if labels_T.shape != self.ids_T.shape:
+            raise ValueError(
+                f"labels have {labels_T.numel()} entries, the inputs {self.ids_T.numel()} tokens"
+            )
+        first = torch.zeros_like(labels_T, dtype=torch.bool).index_fill(0, self.layout.starts, True)
+        positions = ((labels_T != -100) & ~first).nonzero().squeeze(1)
+        return positions, labels_T[positions]
+
+    def unpack(self, head: nn.Module, hidden_TD: Tensor, logits_to_keep: int) -> Tensor:
+        """Logits in the shape of the inputs; zeros at padding. Only kept columns are computed."""
+        if self.kept_BN is None:
+            return head(hidden_TD)
+        rows, columns = self.kept_BN.shape
+        wanted = self.kept_BN
+        if logits_to_keep:
+            columns = min(logits_to_keep, columns)
+            wanted = wanted[:, -columns:]
+            in_stream = torch.zeros_like(self.kept_BN)
+            in_stream[:, -columns:] = wanted
+            hidden_TD = hidden_TD[in_stream[self.kept_BN]]
+        logits = head(hidden_TD)
+        if hidden_TD.shape[0] == rows * columns:
+            return logits.view(rows, columns, -1)
+        out = logits.new_zeros(rows, columns, logits.shape[-1])
+        out[wanted] = logits
+        return out
+
+
+def _restart_vision(tower: VisionTower, config: ConceptMoEVLConfig) -> None:
+    """Marks timm's tower as initialised; timm started (or loaded) its own weights when it was built.
+
+    Where it was built on the meta device there is nothing to keep: the checkpoint being loaded holds it.
+    """
+    for module in tower.model.modules():
+        module._is_hf_initialized = True
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True
+
+
+def _chunk_output(states: LanguageModelOutput, layout: PackedLayout) -> ChunkOutput:
+    carried = states.concepts.carried
+    read_T = states.concepts.read_T - carried
+    return ChunkOutput(
+        boundary_prob=states.boundaries.probability_T,
+        boundary_mask=states.boundaries.mask_T,
+        concept_index=read_T.clamp(min=-1),
+        cu_seqlens=layout.cu_seqlens,
+    )

@@ -1,0 +1,106 @@
+"""The mixture-of-experts block: router in float32, fused experts, optional shared experts (DESIGN.md 3.6)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conceptmoe_vl.experts import Experts
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterStatistics:
+    """Sums of one execution of one MoE block over its tokens; the losses aggregate them over ranks.
+
+    Attributes:
+        slots_E: `[E]` chosen slots of each expert, no gradient. probability_E: `[E]` summed router
+            probabilities, with gradient. z: scalar, summed squared logsumexp of the router logits.
+        tokens: T. chosen: K.
+    """
+
+    slots_E: Tensor
+    probability_E: Tensor
+    z: Tensor
+    tokens: int
+    chosen: int
+
+
+class MoEBlock(nn.Module):
+    """Top-k routed SwiGLU experts plus shared ones.
+
+    Args:
+        hidden_size: D. intermediate_size: F of one expert. num_experts: E. num_experts_per_tok: K.
+        num_shared_experts: shared experts, fused into one SwiGLU of that many widths (0: none).
+        norm_topk_prob: divide the K probabilities by their sum.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        num_shared_experts: int,
+        norm_topk_prob: bool,
+    ) -> None:
+        super().__init__()
+        self.num_experts_per_tok = num_experts_per_tok
+        self.norm_topk_prob = norm_topk_prob
+        self.gate = Router(hidden_size, num_experts)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size)
+        self.shared = (
+            SwiGLU(hidden_size, intermediate_size * num_shared_experts)
+            if num_shared_experts
+            else None
+        )
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, RouterStatistics]:
+        """`[T, D]` output in the input's dtype, and the router's statistics."""
+        logits_TE = self.gate(x_TD)
+        probability_TE = logits_TE.softmax(-1)
+        weight_TK, expert_TK = probability_TE.topk(self.num_experts_per_tok, dim=-1)
+        if self.norm_topk_prob:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        counts_E = torch.zeros(logits_TE.shape[1], dtype=torch.int64, device=x_TD.device)
+        counts_E = counts_E.scatter_add(
+            0, expert_TK.flatten(), torch.ones_like(expert_TK).flatten()
+        )
+        out_TD = self.experts(x_TD, expert_TK, weight_TK, counts_E)
+        if self.shared is not None:
+            out_TD = out_TD + self.shared(x_TD)
+        statistics = RouterStatistics(
+            slots_E=counts_E,
+            probability_E=probability_TE.sum(0),
+            z=logits_TE.logsumexp(-1).square().sum(),
+            tokens=x_TD.shape[0],
+            chosen=self.num_experts_per_tok,
+        )
+        return out_TD, statistics
+
+
+class Router(nn.Module):
+    """Linear router, always float32: bfloat16 logits swap experts of nearly equal probability."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return F.linear(x_TD.float(), self.weight.float())
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD)).to(x_TD.dtype)
