@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conceptmoe_vl.asking import Answer, answer_conversations, question_messages
+from conceptmoe_vl.asking import Answer, answer_conversations
 from conceptmoe_vl.errors import UserError
 from eval.tasks import Question, Task
 
@@ -64,8 +64,8 @@ class RatioMeter:
         ids = inputs["input_ids"]
         if ids.shape[1] == 1:  # a generated token
             return
-        mask = inputs["attention_mask"][:, -ids.shape[1] :].bool()
-        packed = ids[mask]
+        mask = inputs.get("attention_mask")  # generation leaves it out where nothing is padded
+        packed = ids.flatten() if mask is None else ids[mask[:, -ids.shape[1] :].bool()]
         is_image = packed == (-1 if model.config.vision is None else model.config.image_token_id)
         is_boundary = output.chunks.boundary_mask
         if is_boundary.numel() != packed.numel():
@@ -123,7 +123,7 @@ def evaluate(
 
 
 def _ask(model: Any, processor: Any, task: Task, questions: Sequence[Question]) -> list[Sample]:
-    conversations = [question_messages(question.images, question.text) for question in questions]
+    conversations = [question.messages for question in questions]
     try:
         answers = answer_conversations(model, processor, conversations, task.max_new_tokens)
     except UserError as error:

@@ -17,17 +17,21 @@ class Question:
 
     Fields:
         key: unique within the task; the record's key and the question's number in it.
-        images: encoded image files, in their order.
-        text: the question.
+        messages: what the model is given: images as encoded files, no earlier answer.
         references: answers that count as right.
         kind: the group that the report lists it under.
     """
 
     key: str
-    images: Sequence[bytes]
-    text: str
+    messages: list[dict[str, Any]]
     references: Sequence[str]
     kind: str
+
+    @property
+    def text(self) -> str:
+        """The last turn's words."""
+        parts = self.messages[-1]["content"]
+        return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 @dataclass(frozen=True)

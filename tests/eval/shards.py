@@ -27,12 +27,15 @@ def conversation(*turns: tuple[str, str], images: int = 1) -> list[dict]:
     return messages
 
 
-def write_shard(path: Path, records: dict[str, tuple[list[dict], list[bytes]]]) -> Path:
+def write_shard(
+    path: Path, records: dict[str, tuple[list[dict], list[bytes]]], independent: bool = True
+) -> Path:
     """A tar of records: key -> (messages, image files)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for key, (messages, images) in records.items():
-            members = {f"{key}.json": json.dumps({"messages": messages, "source": "t"}).encode()}
+            record = {"messages": messages, "source": "t", "independent_turns": independent}
+            members = {f"{key}.json": json.dumps(record).encode()}
             members |= {f"{key}.img{number}.png": data for number, data in enumerate(images)}
             for name, data in members.items():
                 info = tarfile.TarInfo(name)

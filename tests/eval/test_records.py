@@ -12,28 +12,44 @@ def load(folder):
     return load_questions(folder, "test", lambda references: "k", "easy_vqa")
 
 
+def images_of(question):
+    parts = question.messages[-1]["content"]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
 def test_every_question_is_asked_alone_with_its_image(tmp_path):
     questions = load(small_set(tmp_path, pictures=2))
     assert len(questions) == 6
     assert [question.key for question in questions[:3]] == [f"test0000#{n}" for n in range(3)]
     assert questions[1].text == "is there a circle?"
     assert questions[1].references == ["no"]
-    assert [question.images for question in questions] == [[png("red")]] * 3 + [[png("blue")]] * 3
+    assert [images_of(question) for question in questions] == [
+        *[[png("red")]] * 3,
+        *[[png("blue")]] * 3,
+    ]
+    assert all(len(question.messages) == 1 for question in questions)
 
 
-def test_a_question_gets_the_images_up_to_its_own_turn(tmp_path):
-    first = conversation(("a?", "b"), images=1)
-    second = conversation(("c?", "d"), images=2)
-    images = [png("red"), png("green"), png("blue")]
-    write_shard(tmp_path / "test-0.tar", {"r": (first + second, images)})
-    assert [question.images for question in load(tmp_path)] == [images[:1], images]
+def test_a_system_turn_stays(tmp_path):
+    messages = [{"role": "system", "content": "be short"}, *conversation(("a?", "b"), ("c?", "d"))]
+    write_shard(tmp_path / "test-0.tar", {"r": (messages, [png()])})
+    for question in load(tmp_path):
+        assert [message["role"] for message in question.messages] == ["system", "user"]
+        assert images_of(question) == [png()]
+
+
+def test_questions_that_may_build_on_each_other_are_refused(tmp_path):
+    record = (conversation(("a?", "b"), ("and then?", "d")), [png()])
+    write_shard(tmp_path / "test-0.tar", {"r": record}, independent=False)
+    with pytest.raises(UserError, match="cannot be asked alone"):
+        load(tmp_path)
 
 
 def test_ten_images_keep_their_number_order(tmp_path):
     images = [png("red", 8 + number) for number in range(11)]
     record = (conversation(("a?", "b"), images=11), images)
     write_shard(tmp_path / "test-0.tar", {"r": record})
-    assert load(tmp_path)[0].images == images
+    assert images_of(load(tmp_path)[0]) == images
 
 
 def test_easy_vqa_kinds(tmp_path):
@@ -49,13 +65,17 @@ def test_missing_shards_name_the_command_that_makes_them(tmp_path):
 @pytest.mark.parametrize(
     ("messages", "images", "reason"),
     [
-        (conversation(("a?", "b"), images=2), [png()], "2 image placeholders, but 1 images"),
-        (conversation(("a?", "b"), images=1), [png(), png()], "1 image placeholders, but 2 images"),
-        (conversation(("a?", "b"))[:1], [png()], "a question has no answer"),
-        (conversation(("a?", "b"))[1:], [], "an answer stands before any question"),
-        ([{"role": "user", "content": 7}], [], "neither text nor a list of parts"),
-        ([{"content": "a"}], [], "no list of messages"),
-        ([], [], "a question has no answer"),
+        (conversation(("a?", "b"), images=2), [png()], "2 image placeholders, but"),
+        (
+            conversation(("a?", "b"), images=1),
+            [png(), png()],
+            "1 image placeholders, but",
+        ),
+        (conversation(("a?", "b"))[:1], [png()], "no assistant turn"),
+        (conversation(("a?", "b"))[1:], [], "role"),
+        ([{"role": "user", "content": 7}], [], "content"),
+        ([{"content": "a"}], [], "role"),
+        ([], [], "messages"),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, messages, images, reason):

@@ -23,7 +23,7 @@ def make_evaluation() -> Evaluation:
             ("shape", "circle", 1.0),
         ]
     ):
-        question = Question(f"r#{number}", [b""], "q?", ["a"], kind)
+        question = Question(f"r#{number}", [], ["a"], kind)
         answer = Answer(parsed, parsed + "<|im_end|>", "<|image_pad|>*4q?", 10, 2)
         samples.append(Sample(question, answer, parsed, score))
     ratios = RatioMeter({"image": 40, "text": 20}, {"image": 10, "text": 20})

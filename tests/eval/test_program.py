@@ -1,0 +1,143 @@
+"""`python -m eval` on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eval.__main__ import default_output, main
+from tests.eval.shards import conversation, png, small_set, write_shard
+from tests.model_folder import save_model_folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model_folder(tmp_path_factory.mktemp("run") / "model")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return small_set(tmp_path / "data", pictures=3)
+
+
+def run(model_folder, data, output, *more):
+    arguments = ["--model", str(model_folder), "--tasks", "easy_vqa", "--data", str(data)]
+    return main([*arguments, "--output", str(output), "--device", "cpu", *more])
+
+
+def read(output):
+    results = json.loads((output / "easy_vqa" / "results.json").read_text())
+    lines = (output / "easy_vqa" / "samples.jsonl").read_text().splitlines()
+    return results, [json.loads(line) for line in lines]
+
+
+def test_every_question_is_counted_and_written(model_folder, data, tmp_path, capsys):
+    assert run(model_folder, data, tmp_path / "out") == 0
+    results, rows = read(tmp_path / "out")
+    assert results["count"] == len(rows) == 9
+    assert len({row["key"] for row in rows}) == 9
+    assert results["right"] == sum(row["score"] for row in rows)
+    assert results["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows)
+    assert {kind: part["count"] for kind, part in results["by_kind"].items()} == {
+        "colour": 3,
+        "shape": 3,
+        "yes/no": 3,
+    }
+    assert "no official score" in capsys.readouterr().out
+    assert not list((tmp_path / "out").rglob("*.partial"))
+
+
+def test_no_earlier_question_or_answer_is_in_a_prompt(model_folder, data, tmp_path):
+    run(model_folder, data, tmp_path / "out")
+    _, rows = read(tmp_path / "out")
+    for row in rows:
+        others = {other["question"] for other in rows} - {row["question"]}
+        assert row["question"] in row["prompt"]
+        assert "<|image_pad|>*" in row["prompt"]
+        assert not any(other in row["prompt"] for other in others)
+
+
+def test_the_ratio_is_that_of_the_model_run_alone(model_folder, data, tmp_path):
+    import torch
+
+    from conceptmoe_vl.asking import load_pretrained, question_messages
+
+    run(model_folder, data, tmp_path / "out", "--batch-size", "4")
+    results, rows = read(tmp_path / "out")
+    model, processor = load_pretrained(model_folder, "cpu")
+    tokens = concepts = image_tokens = image_concepts = 0
+    colours = {"test0000": "red", "test0001": "blue", "test0002": "green"}
+    for row in rows:
+        picture = png(colours[row["key"].partition("#")[0]])
+        inputs = processor.apply_chat_template(
+            question_messages([picture], row["question"]),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            boundary = model(**inputs).chunks.boundary_mask
+        is_image = inputs["input_ids"][0] == model.config.image_token_id
+        tokens, concepts = tokens + boundary.numel(), concepts + int(boundary.sum())
+        image_tokens += int(is_image.sum())
+        image_concepts += int(boundary[is_image].sum())
+    assert results["ratio"] == pytest.approx(tokens / concepts)
+    expected = image_tokens / image_concepts if image_concepts else None
+    assert results["ratio_by_modality"]["image"] == (expected and pytest.approx(expected))
+
+
+def test_the_batch_size_changes_nothing(model_folder, data, tmp_path):
+    outcomes = []
+    for size in ("1", "4", "16"):
+        assert run(model_folder, data, tmp_path / size, "--batch-size", size) == 0
+        results, rows = read(tmp_path / size)
+        outcomes.append((results["accuracy"], results["ratio_by_modality"], rows))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_the_limit_takes_the_first_questions(model_folder, data, tmp_path):
+    assert run(model_folder, data, tmp_path / "out", "--limit", "4") == 0
+    results, rows = read(tmp_path / "out")
+    assert results["limit"] == results["count"] == 4
+    assert [row["key"] for row in rows] == [f"test0000#{n}" for n in range(3)] + ["test0001#0"]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--tasks", "easy_vqua"], "the nearest is 'easy_vqa'"),
+        (["--tasks", ","], "names no task"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--limit", "-3"], "--limit is -3"),
+        (["--model", "nowhere"], "there is no model folder 'nowhere'"),
+        (["--data", "nowhere"], "there are no shards 'nowhere/test-*.tar'"),
+    ],
+)
+def test_a_mistake_is_one_line(model_folder, data, tmp_path, capsys, more, part):
+    assert run(model_folder, data, tmp_path / "out", *more) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert part in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_a_damaged_image_ends_the_evaluation_with_its_name(model_folder, tmp_path, capsys, size):
+    records = {
+        "fine": (conversation(("a?", "b")), [png()]),
+        "broken": (conversation(("a?", "b")), [png()[:40]]),
+    }
+    write_shard(tmp_path / "data" / "test-0.tar", records)
+    assert run(model_folder, tmp_path / "data", tmp_path / "out", "--batch-size", size) == 2
+    assert "question 'broken#0' cannot be asked" in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("*.json*"))
+
+
+def test_results_go_beside_the_model_of_a_run(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert default_output(tmp_path / "run" / "model").as_posix() == "eval_results/model"
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert default_output(tmp_path / "run" / "model") == (tmp_path / "run" / "eval").resolve()
