@@ -38,11 +38,11 @@ class ReferenceModel:
         self.tied = model.config.text.tie_word_embeddings
 
     def weight(self, name: str) -> Tensor:
-        return self.leaf[f"model.language_model.{name}"]
+        return self.leaf[f"language_model.{name}"]
 
     def embed(self, document, image_embeddings: list) -> Tensor:
         """[N, D]: rows of the embedding, image tokens replaced by their embeddings in raster order."""
-        table = self.leaf["model.embed_tokens.weight"]
+        table = self.leaf["embed_tokens.weight"]
         rows = [table[i] for i in document.ids]
         for (first, height, width), embedding in zip(document.grids, image_embeddings, strict=True):
             for patch in range(height * width):
@@ -116,7 +116,7 @@ class ReferenceModel:
                 routers,
             )
         out = transformer.rms_norm(z, self.weight("norm.weight"), text.rms_norm_eps)
-        head = self.leaf["model.embed_tokens.weight" if self.tied else "lm_head.weight"]
+        head = self.leaf["embed_tokens.weight" if self.tied else "lm_head.weight"]
         return DocumentResult(
             out @ head.T, found.prob, decided, concepts.of_token, concepts.position, routers
         )

@@ -38,17 +38,18 @@ def causal_attention(
     """One document's attention: q [N, heads, H], k and v [N, kv heads, H] before norm and rotation."""
     tokens, heads, size = q.shape
     group = heads // k.shape[1]
+
+    def turned(x: Tensor, n: int, head: int, weight: Tensor | None) -> Tensor:
+        row = x[n, head] if weight is None else rms_norm(x[n, head], weight, eps)
+        return rotate(row, positions[n], theta)
+
+    keys = [[turned(k, m, h, k_norm) for h in range(k.shape[1])] for m in range(tokens)]
     output = []
     for n in range(tokens):
         mixed = []
         for h in range(heads):
-            query = q[n, h] if q_norm is None else rms_norm(q[n, h], q_norm, eps)
-            query = rotate(query, positions[n], theta)
-            scores = []
-            for m in range(n + 1):
-                key = k[m, h // group]
-                key = key if k_norm is None else rms_norm(key, k_norm, eps)
-                scores.append((query * rotate(key, positions[m], theta)).sum() / math.sqrt(size))
+            query = turned(q, n, h, q_norm)
+            scores = [(query * keys[m][h // group]).sum() / math.sqrt(size) for m in range(n + 1)]
             weights = torch.softmax(torch.stack(scores), 0)
             mixed.append(sum(weights[m] * v[m, h // group] for m in range(n + 1)))
         output.append(torch.stack(mixed))
