@@ -42,10 +42,13 @@ install-dev: .venv/.dev
 # --- the first hour ---
 quickstart: data train eval ask
 
-data: .venv/.quickstart
-	@test -e $(DATA)/.complete || { $(BIN)/python -m data_pipelines build easy_vqa $(DATA) && touch $(DATA)/.complete; }
+data: $(DATA)/manifest.json
 
-train: data
+$(DATA)/manifest.json: | .venv/.quickstart
+	$(BIN)/python -m data_pipelines build easy_vqa $(DATA)
+
+# The same command again resumes a training that was stopped, and ends at once after a whole one.
+train: .venv/.quickstart $(DATA)/manifest.json
 	$(BIN)/python train.py --config $(CONFIG) run_dir=$(RUN)
 
 eval: train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.records import RecordError, pick_questions, read_record
 from data_pipelines.shards import IndexedSample, ShardReader, index_shards
+from data_pipelines.writing import MANIFEST
 from eval.tasks import Question
 
 
@@ -43,12 +45,28 @@ def load_questions(
         except RecordError as error:
             raise UserError(f"record '{sample.key}' of '{sample.shard}': {error}") from error
     reader.close()
+    _check_manifest(folder / MANIFEST, split, len(questions))
     keys = {question.key for question in questions}
     if len(keys) != len(questions):
         raise UserError(
             f"'{folder}' holds {len(questions) - len(keys)} questions twice; build the shards again"
         )
     return questions
+
+
+def _check_manifest(path: Path, split: str, count: int) -> None:
+    """A shard that was left behind in copying must not make the test set smaller unseen."""
+    if not path.is_file():
+        return
+    try:
+        expected = json.loads(path.read_text(encoding="utf-8"))["splits"][split]["questions"]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is no manifest ({error!r}); build the shards again") from error
+    if count != expected:
+        raise UserError(
+            f"'{path}' promises {expected} {split} questions, the shards hold {count}; "
+            "copy or build all of them"
+        )
 
 
 def _questions_of(

@@ -100,3 +100,21 @@ def test_the_same_key_twice_is_refused(tmp_path):
     write_shard(tmp_path / "test-1.tar", record)
     with pytest.raises(UserError, match="1 questions twice"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "reason"),
+    [
+        ('{"splits": {"test": {"questions": 7}}}', "promises 7 test questions, the shards hold 6"),
+        ('{"splits": {}}', "is no manifest"),
+        ("[]", "is no manifest"),
+        ("{", "is no manifest"),
+    ],
+)
+def test_a_lost_shard_is_noticed_by_the_manifest(tmp_path, manifest, reason):
+    small_set(tmp_path, pictures=2)
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=reason):
+        load(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"splits": {"test": {"questions": 6}}}')
+    assert len(load(tmp_path)) == 6
