@@ -9,7 +9,7 @@ DATA ?= data/easy_vqa
 CONFIG ?= configs/easy_vqa.yaml
 QUESTION ?= what is the color of the shape?
 PYTEST_ARGS ?= -n 2 --dist loadfile
-LINTED := conceptmoe_vl data_pipelines eval tests conceptmoe_vl_runtime.py demo.py train.py
+LINTED := conceptmoe_vl data_pipelines eval bench tests conceptmoe_vl_runtime.py demo.py train.py
 
 BIN := .venv/bin
 # DeepSpeed and torch look for ninja on the path; the tests run two processes on two cores.
