@@ -1,0 +1,165 @@
+"""Processor and model of a run, from the `model` section of its configuration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor, train_tokenizer
+
+from .config import ModelSection, RunConfig
+from .distributed import World, raise_together
+from .run_files import checkpoints_in, replace_folder, set_seed
+from .yaml_io import read_yaml
+
+_SECTIONS = ("text", "chunk", "vision")
+_VOCABULARY_MULTIPLE = 64
+
+
+def prepare_processor(
+    config: RunConfig, world: World, texts: Callable[[int], Iterable[str]]
+) -> ConceptMoEVLProcessor:
+    """The processor of the run, the same on every rank. Collective.
+
+    Rank 0 builds it and saves it as `run_dir/processor`; all ranks load it from there. A run that
+    has a checkpoint keeps the one it began with.
+
+    Args:
+        texts: texts(n) are the training shards' texts of n samples at most, for a new tokenizer.
+
+    Raises:
+        UserError: no tokenizer can be made or loaded.
+    """
+    folder = Path(config.run_dir) / "processor"
+    error: UserError | None = None
+    started = bool(checkpoints_in(Path(config.run_dir) / "checkpoints"))
+    if world.is_main and not (started and folder.exists()):
+        try:
+            _save_beside(_new_processor(config.model, texts), folder)
+        except UserError as found:
+            error = found
+    raise_together(error)
+    return ConceptMoEVLProcessor.from_pretrained(folder)
+
+
+def _save_beside(processor: ConceptMoEVLProcessor, folder: Path) -> None:
+    beside = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    processor.save_pretrained(beside)
+    replace_folder(beside, folder)
+
+
+def _new_processor(
+    section: ModelSection, texts: Callable[[int], Iterable[str]]
+) -> ConceptMoEVLProcessor:
+    if section.init_from is not None:
+        _require_folder(section.init_from, "model.init_from")
+        return ConceptMoEVLProcessor.from_pretrained(section.init_from)
+    wanted = section.tokenizer
+    if wanted.path is not None:
+        _require_folder(wanted.path, "model.tokenizer.path")
+        tokenizer = AutoTokenizer.from_pretrained(wanted.path)
+    else:
+        try:
+            tokenizer = train_tokenizer(texts(wanted.max_samples), wanted.vocab_size)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"model.tokenizer: {error}") from error
+    return build_processor(_model_config(section, {}), tokenizer)
+
+
+def _require_folder(path: str, key: str) -> None:
+    if not Path(path).is_dir():
+        raise UserError(f"{key} is {path}, which is no folder")
+
+
+def _model_config(section: ModelSection, token_ids: dict[str, int]) -> ConceptMoEVLConfig:
+    """The configuration of the section, on top of that of `init_from` if there is one.
+
+    Raises:
+        UserError: a key or value that `ConceptMoEVLConfig` refuses.
+    """
+    given = {name: getattr(section, name) for name in _SECTIONS}
+    if section.init_from is not None:
+        base = ConceptMoEVLConfig.from_pretrained(section.init_from).to_dict()
+        for name in _SECTIONS:
+            given[name] = base[name] if not given[name] else {**(base[name] or {}), **given[name]}
+    try:
+        return ConceptMoEVLConfig(**given, **token_ids)
+    except ValueError as error:
+        raise UserError(f"configuration section 'model': {error}") from error
+
+
+def model_config(section: ModelSection, processor: ConceptMoEVLProcessor) -> ConceptMoEVLConfig:
+    """The model's configuration with the processor's vocabulary and token ids.
+
+    Raises:
+        UserError: an unknown key or wrong value, or a vocabulary smaller than the tokenizer.
+    """
+    tokens = len(processor.tokenizer)
+    if section.init_from is None and "vocab_size" not in section.text:
+        rounded = -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        section.text = {**section.text, "vocab_size": rounded}
+    config = _model_config(section, processor.special_token_ids)
+    if config.text.vocab_size < tokens:
+        raise UserError(
+            f"model.text.vocab_size is {config.text.vocab_size}, but the tokenizer has {tokens} "
+            "tokens; "
+            "raise it, or leave it out"
+        )
+    return config
+
+
+def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
+    """The model of the run, the same weights on every rank, float32.
+
+    Raises:
+        UserError: see `model_config`.
+    """
+    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
+
+    settings = model_config(config.model, processor)
+    set_seed(config.training.seed)
+    if config.model.init_from is None:
+        return ConceptMoEVLForConditionalGeneration(settings).float()
+    return ConceptMoEVLForConditionalGeneration.from_pretrained(
+        config.model.init_from, config=settings
+    ).float()
+
+
+def require_same_model(config: RunConfig) -> None:
+    """Raises when the run's folder has a checkpoint of another model than the configuration's.
+
+    Raises:
+        UserError: names the first key that differs, with both values.
+    """
+    saved = Path(config.run_dir) / "config.yaml"
+    if not saved.exists() or not checkpoints_in(Path(config.run_dir) / "checkpoints"):
+        return
+    before, now = _flat(read_yaml(saved).get("model", {})), _flat(config.to_dict()["model"])
+    for key in sorted(before.keys() | now.keys()):
+        absent_before = key not in before or before[key] is None
+        if before.get(key) != now.get(key) and not (key == "text.vocab_size" and key not in now):
+            was = "absent" if absent_before else repr(before[key])
+            raise UserError(
+                f"{config.run_dir} holds a run whose model.{key} is {was}, now it is "
+                f"{now.get(key, 'absent')!r}; give another run_dir"
+            )
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result

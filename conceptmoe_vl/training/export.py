@@ -1,0 +1,77 @@
+"""The final model folder: what `from_pretrained` loads, written beside, checked, then renamed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from .run_files import replace_folder
+
+
+def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter, also where ZeRO-3 has left an empty tensor in its place."""
+    return {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a folder's safetensors files, read from their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def check_saved(model: Any, folder: Path) -> None:
+    """Raises unless every parameter was saved at its full shape (tied ones once).
+
+    Raises:
+        RuntimeError: names the first tensors that are missing or have another shape.
+    """
+    expected, saved = expected_shapes(model), saved_shapes(folder)
+    tied = (
+        set(getattr(model, "_tied_weights_keys", None) or {})
+        if model.config.tie_word_embeddings
+        else set()
+    )
+    wrong = [
+        f"{name} {saved.get(name, 'missing')} instead of {shape}"
+        for name, shape in expected.items()
+        if saved.get(name) != shape and not (name in tied and name not in saved)
+    ]
+    if wrong:
+        raise RuntimeError(f"the exported model in {folder} is not whole: {'; '.join(wrong[:5])}")
+
+
+def export_model(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    target: Path,
+    processor: Any = None,
+    generation: dict | None = None,
+) -> None:
+    """Writes `target` whole: weights (safetensors), configuration, generation settings, processor.
+
+    Args:
+        weights: full weights by name, as `Engine.gather_weights` gives on rank 0.
+        generation: fields of the generation configuration.
+    """
+    beside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    if generation:
+        model.generation_config.update(**generation)
+    model.save_pretrained(beside, state_dict=weights)
+    if processor is not None:
+        processor.save_pretrained(beside)
+    check_saved(model, beside)
+    replace_folder(beside, target)

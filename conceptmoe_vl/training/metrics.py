@@ -1,0 +1,182 @@
+"""What a step measured: sums over micro-batches and ranks first, ratios of sums afterwards.
+
+Nothing here is a mean of means: losses by source and modality, ratios and confidences are divided
+once, after their sums over all ranks are known.
+"""
+
+from __future__ import annotations
+
+import collections
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from .distributed import gather_objects, sum_over_ranks
+
+_LOSSES = ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss")
+_COUNTS = (
+    "text_tokens",
+    "image_tokens",
+    "text_boundaries",
+    "image_boundaries",
+    "confidence",
+    "probabilities",
+)
+
+
+def _float(value: Any) -> torch.Tensor:
+    return torch.as_tensor(0.0 if value is None else value).detach().double().reshape(())
+
+
+def document_of(positions: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Document index of packed positions: `positions` [S], `cu_seqlens` [G+1] -> [S] int64."""
+    return torch.searchsorted(cu_seqlens[1:].long(), positions.long(), right=True)
+
+
+class StepStatistics:
+    """Collects the micro-batches of one optimiser step on this rank.
+
+    Args:
+        image_token_id: the placeholder of image tokens; None in text-only models.
+        detailed: also collect losses by source and modality and the experts' load.
+    """
+
+    def __init__(self, image_token_id: int | None, detailed: bool = True) -> None:
+        self._image_token_id, self._detailed = image_token_id, detailed
+        self._losses: list[list[torch.Tensor]] = []
+        self._counts: list[list[torch.Tensor]] = []
+        self._by_group: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        self._load: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+
+    def add(self, batch: Any, out: Any) -> None:
+        """Takes one micro-batch and the model's output for it (`loss` before any division by
+        their number).
+        """
+        self._losses.append([_float(getattr(out, name, None)) for name in _LOSSES])
+        chunks = getattr(out, "chunks", None)
+        if chunks is not None:
+            self._counts.append(self._count_chunks(batch.input_ids, chunks))
+        if not self._detailed:
+            return
+        self._add_losses_by_group(batch, out)
+        for stage, load in (getattr(out, "expert_load", None) or {}).items():
+            self._load[stage].append(load.detach().double().cpu())
+
+    def _count_chunks(self, input_ids: torch.Tensor, chunks: Any) -> list[torch.Tensor]:
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+        if self._image_token_id is not None:
+            is_image = input_ids == self._image_token_id
+        boundary, probability = chunks.boundary_mask, chunks.boundary_prob
+        return [
+            _float((~is_image).sum()),
+            _float(is_image.sum()),
+            _float((boundary & ~is_image).sum()),
+            _float((boundary & is_image).sum()),
+            _float((probability.float() - 0.5).abs().sum()),
+            _float(probability.numel()),
+        ]
+
+    def _add_losses_by_group(self, batch: Any, out: Any) -> None:
+        losses, positions = (
+            getattr(out, "lm_loss_per_token", None),
+            getattr(out, "supervised_positions", None),
+        )
+        if losses is None or positions is None or losses.numel() == 0:
+            return
+        documents = document_of(positions, batch.cu_seqlens)
+        number = batch.cu_seqlens.numel() - 1
+        zeros = torch.zeros(number, dtype=torch.float64, device=losses.device)
+        sums = zeros.index_add(0, documents, losses.detach().double()).tolist()
+        counts = torch.bincount(documents, minlength=number).tolist()
+        images = [0] * number
+        if self._image_token_id is not None:
+            at = (batch.input_ids == self._image_token_id).nonzero()[:, 0]
+            images = torch.bincount(document_of(at, batch.cu_seqlens), minlength=number).tolist()
+        for index, (total, count) in enumerate(zip(sums, counts, strict=True)):
+            for group in ("image" if images[index] else "text", f"source:{batch.sources[index]}"):
+                self._by_group[group][0] += total
+                self._by_group[group][1] += count
+
+    def reduce_losses(self, world_size: int, device: torch.device) -> dict[str, float]:
+        """Losses and chunk statistics of the step over all ranks. Collective.
+
+        The language loss of a micro-batch is already divided by the step's supervised tokens /
+        (ranks * micro-batches), so the mean over ranks and micro-batches is sum of token losses /
+        supervised tokens.
+        """
+        number = len(self._losses)
+        losses = torch.stack([torch.stack(row) for row in self._losses]).sum(0) / (
+            number * world_size
+        )
+        counts = torch.zeros(len(_COUNTS), dtype=torch.float64)
+        if self._counts:
+            counts = torch.stack([torch.stack(row) for row in self._counts]).sum(0)
+        packed = sum_over_ranks(torch.cat([losses, counts.to(losses.device)]).tolist(), device)
+        result = dict(zip(_LOSSES, packed[: len(_LOSSES)], strict=True))
+        result.update(_chunk_metrics(dict(zip(_COUNTS, packed[len(_LOSSES) :], strict=True))))
+        return result
+
+    def reduce_details(self, skipped: dict[str, int]) -> dict[str, Any]:
+        """Losses by source and modality, experts' load, and skipped samples over all ranks.
+        Collective.
+        """
+        load = {stage: torch.stack(values).mean(0).tolist() for stage, values in self._load.items()}
+        totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        skips: collections.Counter[str] = collections.Counter()
+        loads: dict[str, list] = collections.defaultdict(list)
+        for by_group, rank_skips, rank_load in gather_objects(
+            (dict(self._by_group), dict(skipped), load)
+        ):
+            for group, (total, count) in by_group.items():
+                totals[group][0] += total
+                totals[group][1] += count
+            skips.update(rank_skips)
+            for stage, values in rank_load.items():
+                loads[stage].append(values)
+        means = {group: total / count for group, (total, count) in sorted(totals.items()) if count}
+        return {
+            "lm_loss_text": means.get("text"),
+            "lm_loss_image": means.get("image"),
+            "lm_loss_by_source": {
+                group.removeprefix("source:"): mean
+                for group, mean in means.items()
+                if group.startswith("source:")
+            },
+            "expert_load": {stage: _load_extremes(values) for stage, values in loads.items()},
+            "skipped": dict(sorted(skips.items())),
+        }
+
+
+def _load_extremes(loads: list) -> dict[str, float]:
+    """Largest and smallest load of any expert, over its fair share (1 is balanced);
+    `loads` [ranks, layers, E].
+    """
+    relative = torch.tensor(loads, dtype=torch.float64).mean(0)
+    relative = relative * relative.shape[-1]
+    return {"max": round(float(relative.max()), 4), "min": round(float(relative.min()), 4)}
+
+
+def _share(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _chunk_metrics(counts: dict[str, float]) -> dict[str, float | None]:
+    tokens = counts["text_tokens"] + counts["image_tokens"]
+    return {
+        "ratio": _share(tokens, counts["text_boundaries"] + counts["image_boundaries"]),
+        "ratio_image": _share(counts["image_tokens"], counts["image_boundaries"]),
+        "ratio_text": _share(counts["text_tokens"], counts["text_boundaries"]),
+        "boundary_confidence": _share(counts["confidence"], counts["probabilities"]),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory of this process so far: allocated on the GPU, or resident in main memory on
+    CPU.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

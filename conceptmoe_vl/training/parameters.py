@@ -1,0 +1,152 @@
+"""Parts of the model, their learning rates, and what is trained.
+
+A part is decided by names of modules on the way to a parameter, the first rule that matches:
+
+| part | parameters |
+| --- | --- |
+| projector | between the vision tower and the language model |
+| vision | the timm tower |
+| chunk | the boundary router and what joins concepts to tokens |
+| embedding | the token embedding and the head |
+| experts | expert matrices and their routers |
+| rest | attention, norms and all else |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from conceptmoe_vl.errors import UserError
+
+from .config import PARTS, TrainingConfig
+
+_RULES = (
+    ("projector", ("projector",)),
+    ("vision", ("vision", "vision_tower", "tower")),
+    ("chunk", ("chunk", "to_concept", "from_concept", "joint")),
+    ("embedding", ("embed_tokens", "lm_head")),
+    ("experts", ("experts", "shared", "gate")),
+)
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter of this dotted name belongs to."""
+    pieces = name.split(".")
+    for part, modules in _RULES:
+        if any(piece in modules for piece in pieces):
+            return part
+    return "rest"
+
+
+def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices decay; norms, biases and other vectors, and embeddings do not."""
+    return parameter.ndim >= 2 and part_of(name) != "embedding" and "pos_embed" not in name
+
+
+@dataclasses.dataclass(frozen=True)
+class PartSummary:
+    """One line of the table at a run's start: counts of parameters and the peak learning rate."""
+
+    part: str
+    parameters: int
+    trainable: int
+    learning_rate: float
+
+
+def freeze_parts(model: nn.Module, parts: list[str]) -> None:
+    """Ends training of the named parts.
+
+    Raises:
+        UserError: a part has no parameters in this model, or nothing is left to train.
+    """
+    for part in parts:
+        chosen = [
+            parameter for name, parameter in model.named_parameters() if part_of(name) == part
+        ]
+        if not chosen:
+            raise UserError(
+                f"training.freeze names '{part}', but this model has no such parameters"
+            )
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"training.freeze {parts} leaves nothing to train")
+
+
+def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict]:
+    """AdamW's groups: one for every part and kind of weight decay that has parameters.
+
+    Each group has `params`, `lr`, `peak_lr` (the schedule scales it), `weight_decay` and `name`.
+
+    Raises:
+        UserError: `part_learning_rates` names a part that this model has no trained parameters of.
+    """
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((part_of(name), _is_decayed(name, parameter)), []).append(parameter)
+    for part in config.part_learning_rates:
+        if not any(part == present for present, _ in groups):
+            raise UserError(
+                f"training.part_learning_rates names '{part}', but no such parameter is trained"
+            )
+    result = []
+    for part, decayed in sorted(groups, key=lambda key: (PARTS.index(key[0]), not key[1])):
+        rate = config.part_learning_rates.get(part, config.learning_rate)
+        result.append(
+            {
+                "params": groups[part, decayed],
+                "lr": rate,
+                "peak_lr": rate,
+                "weight_decay": config.weight_decay if decayed else 0.0,
+                "name": f"{part}{'' if decayed else ', no decay'}",
+            }
+        )
+    return result
+
+
+def summarise_parts(model: nn.Module, config: TrainingConfig) -> Iterator[PartSummary]:
+    """The parts that the model has, in a fixed order."""
+    for part in PARTS:
+        chosen = [
+            parameter for name, parameter in model.named_parameters() if part_of(name) == part
+        ]
+        if chosen:
+            rate = config.part_learning_rates.get(part, config.learning_rate)
+            trainable = sum(_size(parameter) for parameter in chosen if parameter.requires_grad)
+            yield PartSummary(part, sum(map(_size, chosen)), trainable, rate if trainable else 0.0)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW whose next step can be cancelled.
+
+    DeepSpeed's ZeRO optimisers run their whole step (norm, clipping, gathering of weights) around
+    the inner optimiser's. When the loss of a step was not finite, `cancel_next` makes that inner
+    part do nothing, so weights and moments stay as they were, in every ZeRO stage alike.
+    """
+
+    cancel_next: bool = False
+
+    def step(self, closure=None):  # type: ignore[override]
+        if self.cancel_next:
+            return None
+        return super().step(closure)
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> GuardedAdamW:
+    """AdamW over the model's groups, fused (one pass over each tensor; CPU and CUDA have it)."""
+    return GuardedAdamW(
+        parameter_groups(model, config),
+        lr=config.learning_rate,
+        betas=tuple(config.betas),
+        eps=config.epsilon,
+        fused=True,
+    )

@@ -1,0 +1,177 @@
+"""Files of a run's folder: metrics lines, checkpoints, and how half-written ones are avoided.
+
+run_dir/config.yaml            the resolved configuration
+run_dir/metrics.jsonl          a line per logged step
+run_dir/evaluation.jsonl       a line per evaluation on held-out data
+run_dir/nonfinite.jsonl        steps that were skipped, with the keys of their samples
+run_dir/checkpoints/step-N/    resumable state: manifest.json, engine/, rank-R.pt
+run_dir/model/                 what `from_pretrained` loads
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from conceptmoe_vl.errors import UserError
+
+_STEP = re.compile(r"step-(\d+)")
+FORMAT = 1
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes a string, which no reader takes for a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
+
+
+def append_line(path: Path, values: dict[str, Any]) -> None:
+    """Appends one JSON line and flushes it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_finite(values)) + "\n")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a JSON lines file;
+    a last line that a killed run left half-written is dropped.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line.strip()]
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Removes the lines of later steps, so that a resumed run writes each step once."""
+    if not path.exists():
+        return
+    kept = [json.dumps(line) + "\n" for line in read_lines(path) if line.get("step", 0) <= step]
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Writes a JSON file, whole or not at all."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def replace_folder(written: Path, target: Path) -> None:
+    """Renames a complete folder to `target`; a folder already there gives way only then."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    written.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Complete checkpoints (those with a manifest), oldest step first."""
+    found = [
+        path
+        for path in folder.glob("step-*")
+        if _STEP.fullmatch(path.name) and (path / "manifest.json").exists()
+    ]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    match = _STEP.fullmatch(checkpoint.name)
+    if match is None:
+        raise UserError(f"{checkpoint} is no checkpoint: its name is not step-N")
+    return int(match[1])
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below `folder`, by relative path."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def read_manifest(checkpoint: Path) -> dict:
+    """The manifest of a checkpoint whose files are all there at their sizes.
+
+    Raises:
+        UserError: the folder is no checkpoint, or a file is missing or has another size.
+    """
+    path = checkpoint / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{checkpoint} is no complete checkpoint: cannot read manifest.json ({error})"
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{checkpoint} has checkpoint format {manifest.get('format')}; this version reads "
+            f"{FORMAT}"
+        )
+    present = file_sizes(checkpoint)
+    for name, size in manifest["files"].items():
+        if present.get(name) != size:
+            raise UserError(
+                f"checkpoint {checkpoint} is damaged: {name} has {present.get(name, 'no')} bytes, "
+                f"{size} were written; "
+                "resume from an older one with training.resume=PATH"
+            )
+    return manifest
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints (0 keeps all) and what killed writes left."""
+    for left in folder.glob(".writing-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for path in checkpoints_in(folder)[:-keep] if keep else []:
+        os.remove(
+            path / "manifest.json"
+        )  # from here on it is no checkpoint, even if the removal is cut short
+        shutil.rmtree(path)
+
+
+def random_state(device: torch.device) -> dict:
+    """States of the random generators of this process, in types that
+    `torch.load(weights_only=True)` reads.
+    """
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002  (the global one, as libraries use it)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), position, has_gauss, cached),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict, device: torch.device) -> None:
+    """Restores what `random_state` returned."""
+    torch.set_rng_state(state["torch"].cpu())
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def set_seed(seed: int) -> None:
+    """Seeds python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)

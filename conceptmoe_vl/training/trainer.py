@@ -1,0 +1,391 @@
+"""The training loop as a class that a test can drive step by step.
+
+Notable:
+- the loss is the mean over supervised tokens of the whole optimiser step, over all ranks and
+  micro-batches (DESIGN.md invariant 9): every step first sums the supervised tokens of all ranks;
+- every reported loss is a sum over all ranks, from the first step on;
+- a step whose loss or gradient is not finite changes no weight; it is counted, and its samples'
+  keys are written to nonfinite.jsonl;
+- a resumed run gives the losses of the unbroken one bit for bit (invariant 7).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conceptmoe_vl.errors import UserError
+
+from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .config import TrainingConfig
+from .distributed import World, ensure_folder, gather_objects, sum_over_ranks, wait_for_all
+from .engine import build_engine
+from .export import export_model
+from .metrics import StepStatistics, peak_memory_bytes
+from .parameters import freeze_parts, summarise_parts
+from .progress import Reporter
+from .run_files import append_line, drop_lines_after, random_state, set_random_state, set_seed
+from .schedule import learning_rate_factor, run_progress
+
+
+class Trainer:
+    """Trains a model on a stream of packed batches.
+
+    Args:
+        model: `ConceptMoEVLForConditionalGeneration`, or a module that takes the same arguments.
+        stream: iterator over packed batches of this rank, with `state_dict`, `load_state_dict` and
+            `skipped` (counts by reason).
+        config: the `training` section.
+        run_dir: folder of the run.
+        world: from `distributed.start`.
+        processor: saved with the exported model.
+        generation: generation settings of the exported model.
+        held_out: returns a fresh iterable of held-out batches; the same number of them on every
+            rank.
+        evaluate_every: optimiser steps between two evaluations; 0: at the end of the run alone.
+
+    Attributes:
+        step_number, samples, tokens, seconds: optimiser steps done, documents and tokens seen by
+            all ranks, time trained (across resumes).
+        nonfinite_steps: steps that were skipped because something was not finite.
+        stopped_by: number of the signal that ended the run early, on every rank; None: none did.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stream: Any,
+        config: TrainingConfig,
+        run_dir: str | Path,
+        world: World,
+        processor: Any = None,
+        generation: dict | None = None,
+        held_out: Callable[[], Iterable[Any]] | None = None,
+        evaluate_every: int = 0,
+    ) -> None:
+        self.config, self.world, self.stream = config, world, stream
+        self.run_dir = Path(run_dir)
+        self._processor, self._generation = processor, generation
+        self._held_out, self._evaluate_every = held_out, evaluate_every
+        self._image_token_id = getattr(getattr(model, "config", None), "image_token_id", None)
+        freeze_parts(model, config.freeze)
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable()
+        self.reporter = Reporter(world.is_main)
+        self.reporter.show_parts(summarise_parts(model, config), config.engine)
+        self.engine = build_engine(model, config, world)
+        self.engine.module.train()
+        self.step_number = self.samples = self.tokens = 0
+        self.seconds = 0.0
+        self.nonfinite_steps = self._nonfinite_in_a_row = 0
+        self.stopped_by: int | None = None
+        self._requested_stop: int | None = None
+        self._ended = False
+        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
+        self._batches = iter(stream)
+        ensure_folder(self.run_dir, world)
+        # Every rank samples its own noise from here on; weights were made from the common seed.
+        set_seed(config.seed + 1 + world.rank)
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, 0 to 1."""
+        return run_progress(self.config, self.step_number, self.seconds)
+
+    def request_stop(self, signal_number: int, frame: Any = None) -> None:
+        """Signal handler: ends the run after the present step with a checkpoint;
+        a second one ends it now.
+        """
+        if self._requested_stop is not None:
+            raise KeyboardInterrupt
+        self._requested_stop = signal_number
+        self.reporter.say("stopping after this step; once more stops at once, without a checkpoint")
+
+    def step(self) -> dict[str, Any] | None:
+        """One optimiser step. Collective.
+
+        Returns:
+            The metrics of the step, the same on every rank; None when the stream of any rank has
+            ended (then no rank takes the step: its incomplete window of micro-batches is dropped).
+
+        Raises:
+            UserError: the loss or gradient was not finite `max_nonfinite_steps` times in a row.
+        """
+        started = time.perf_counter()
+        batches = list(itertools.islice(self._batches, self.config.gradient_accumulation_steps))
+        waited = time.perf_counter() - started
+        supervised = self._count(batches)
+        if supervised is None:
+            return None
+        rates = self._set_learning_rates()
+        is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
+        logged = (
+            is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
+        )
+        statistics = StepStatistics(self._image_token_id, detailed=logged)
+        per_call = max(supervised, 1) / (self.world.size * len(batches))
+        for batch in batches:
+            batch = batch.to(self.world.device)
+            out = self.engine.forward(**batch.model_inputs(), num_items_in_batch=per_call)
+            statistics.add(batch, out)
+            self.engine.backward(out.loss)
+            del out
+        metrics = statistics.reduce_losses(self.world.size, self.world.device)
+        norm = self.engine.step(cancel=not math.isfinite(metrics["loss"]))
+        self.step_number += 1
+        metrics |= {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
+        self._watch_finite(metrics, batches)
+        self._advance_clock(time.perf_counter() - started, waited)
+        metrics = {
+            "step": self.step_number,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            **metrics,
+        }
+        if logged:
+            metrics |= statistics.reduce_details(dict(self.stream.skipped))
+            metrics |= self._interval_metrics()
+            if self.world.is_main:
+                append_line(self.run_dir / "metrics.jsonl", metrics)
+        return metrics
+
+    def _count(self, batches: list[Any]) -> float | None:
+        """Supervised tokens of the step over all ranks; advances the run's counters.
+
+        Returns None, on every rank, when any rank's stream has ended.
+        """
+        counts = [
+            float(sum(batch.num_supervised for batch in batches)),
+            float(sum(batch.cu_seqlens.numel() - 1 for batch in batches)),
+            float(sum(batch.input_ids.numel() for batch in batches)),
+            self.seconds / self.world.size,
+            float(len(batches) < self.config.gradient_accumulation_steps),
+            float(self._requested_stop or 0),
+        ]
+        summed = sum_over_ranks(counts, self.world.device)
+        supervised, samples, tokens, self.seconds, ended, stop = summed
+        if ended:
+            self._ended = True
+            return None
+        if stop:
+            self.stopped_by = self._requested_stop or int(signal.SIGTERM)
+        self.samples += int(samples)
+        self.tokens += int(tokens)
+        self._interval_tokens += int(tokens)
+        if not supervised:
+            self.reporter.say(
+                f"warning: step {self.step_number + 1} has no supervised token on any rank; only "
+                "the auxiliary losses "
+                "act. Look at the data with 'python -m data_pipelines show'"
+            )
+        return supervised
+
+    def _set_learning_rates(self) -> float:
+        """Sets every group's rate; returns the rate of parts without one of their own."""
+        factor = learning_rate_factor(self.config, self.progress)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        return self.config.learning_rate * factor
+
+    def _watch_finite(self, metrics: dict[str, Any], batches: list[Any]) -> None:
+        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
+        self.nonfinite_steps += not finite
+        metrics["nonfinite_steps"] = self.nonfinite_steps
+        if finite:
+            return
+        keys = gather_objects([key for batch in batches for key in batch.keys])
+        what = "loss" if not math.isfinite(metrics["loss"]) else "gradient"
+        if self.world.is_main:
+            line = {
+                "step": self.step_number,
+                "what": what,
+                "loss": metrics["loss"],
+                "keys_by_rank": keys,
+            }
+            append_line(self.run_dir / "nonfinite.jsonl", line)
+        self.reporter.say(
+            f"warning: the {what} of step {self.step_number} is not finite; the step is skipped "
+            f"({self.nonfinite_steps} so far; keys in {self.run_dir / 'nonfinite.jsonl'})"
+        )
+        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
+            raise UserError(
+                f"the {what} was not finite in {self._nonfinite_in_a_row} steps in a row, up to "
+                "step "
+                f"{self.step_number}; lower training.learning_rate or look at the samples in "
+                f"{self.run_dir / 'nonfinite.jsonl'}"
+            )
+
+    def _advance_clock(self, seconds: float, waited: float) -> None:
+        self.seconds += seconds
+        self._interval_seconds += seconds
+        self._interval_wait += waited
+
+    def _interval_metrics(self) -> dict[str, Any]:
+        """Speed since the last logged step, then starts a new interval."""
+        seconds = max(self._interval_seconds, 1e-9)
+        metrics = {
+            "tokens_per_second": self._interval_tokens / seconds,
+            "data_wait_share": self._interval_wait / seconds,
+            "peak_memory": peak_memory_bytes(self.world.device),
+            "seconds": self.seconds,
+            "epoch": getattr(self.stream, "epoch", 0),
+        }
+        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
+        return metrics
+
+    def train(self) -> dict[str, Any] | None:
+        """Runs to the end of the run: steps, checkpoints, evaluations. Collective.
+
+        Returns:
+            The metrics of the last step, or None when the run had already ended.
+        """
+        last = None
+        try:
+            while not self._is_finished():
+                metrics = self.step()
+                if metrics is None:
+                    break
+                last = metrics
+                self.reporter.update(metrics, self.progress)
+                if self._is_due(self.config.checkpoint_every):
+                    self.save_checkpoint()
+                if self._is_due(self._evaluate_every):
+                    self.evaluate()
+        finally:
+            self.reporter.close()
+        if last is not None:
+            self._finish()
+        return last
+
+    def _finish(self) -> None:
+        """The last checkpoint and evaluation, where the loop has not just made them."""
+        stopped = self.stopped_by is not None
+        wanted = self.config.checkpoint_at_end or stopped
+        if wanted and not self._is_due(self.config.checkpoint_every):
+            self.save_checkpoint()
+        if self._held_out is not None and not stopped and not self._is_due(self._evaluate_every):
+            self.evaluate()
+
+    def _is_finished(self) -> bool:
+        """Agreed between the ranks, whose clocks differ."""
+        if self._ended or self.stopped_by is not None:
+            return True
+        if self.config.max_minutes is None:
+            return self.progress >= 1
+        total = sum_over_ranks([self.progress], self.world.device)[0]
+        return total >= self.world.size
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step_number % every == 0
+
+    def save_checkpoint(self) -> Path:
+        """Writes checkpoints/step-N of the present step. Collective."""
+        counters = {
+            "step": self.step_number,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "nonfinite_steps": self.nonfinite_steps,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
+        folder = self.run_dir / "checkpoints"
+        return save_checkpoint(
+            folder, self.step_number, counters, self.engine, self.stream, self.config, self.world
+        )
+
+    def resume(self) -> bool:
+        """Continues from the checkpoint that `training.resume` means. Collective.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            UserError: the checkpoint is damaged or was written by a run of another shape.
+        """
+        path = find_checkpoint(self.run_dir / "checkpoints", self.config.resume)
+        if path is None:
+            self._require_unused()
+            return False
+        counters = load_checkpoint(path, self.engine, self.stream, self.config, self.world)
+        self._batches = iter(self.stream)
+        self.step_number, self.samples, self.tokens = (
+            counters["step"],
+            counters["samples"],
+            counters["tokens"],
+        )
+        self.seconds, self.nonfinite_steps = counters["seconds"], counters["nonfinite_steps"]
+        self._nonfinite_in_a_row = counters["nonfinite_in_a_row"]
+        if self.world.is_main:
+            for name in ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl"):
+                drop_lines_after(self.run_dir / name, self.step_number)
+        wait_for_all()
+        self.reporter.say(f"resumed from {path} after step {self.step_number}")
+        return True
+
+    def _require_unused(self) -> None:
+        """Raises if another run's metrics are in the way of a fresh start."""
+        path = self.run_dir / "metrics.jsonl"
+        if any(gather_objects(path.exists() and path.stat().st_size > 0)):
+            raise UserError(
+                f"{self.run_dir} holds a run without a checkpoint to resume from (or "
+                "training.resume=never); "
+                "give another run_dir, or remove that folder"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Loss and ratio on the held-out batches, without touching the training stream. Collective.
+
+        Returns:
+            step, lm_loss (mean over supervised tokens of all ranks), ratio, ratio_image,
+            ratio_text.
+        """
+        if self._held_out is None:
+            raise UserError("there is no held-out data: set evaluation.data")
+        module, before = self.engine.module, random_state(self.world.device)
+        module.eval()
+        statistics, supervised, number = StepStatistics(self._image_token_id, detailed=False), 0, 0
+        for batch in self._held_out():
+            batch = batch.to(self.world.device)
+            statistics.add(
+                batch, self.engine.forward(**batch.model_inputs(), num_items_in_batch=1.0)
+            )
+            supervised, number = supervised + batch.num_supervised, number + 1
+        module.train()
+        set_random_state(before, self.world.device)
+        reduced = statistics.reduce_losses(self.world.size, self.world.device)
+        total, count = sum_over_ranks(
+            [reduced["lm_loss"] * number, float(supervised)], self.world.device
+        )
+        result = {
+            "step": self.step_number,
+            "lm_loss": total / max(count, 1),
+            "supervised_tokens": int(count),
+        }
+        result |= {key: reduced[key] for key in ("ratio", "ratio_image", "ratio_text")}
+        if self.world.is_main:
+            append_line(self.run_dir / "evaluation.jsonl", result)
+        self.reporter.say(f"held-out loss {result['lm_loss']:.4f} after step {self.step_number}")
+        return result
+
+    def export(self) -> Path:
+        """Writes run_dir/model, which `from_pretrained` loads. Collective.
+
+        Raises:
+            RuntimeError: a saved weight is missing or has not its full shape.
+        """
+        target = self.run_dir / "model"
+        weights = self.engine.gather_weights()
+        if weights is not None:
+            export_model(self.engine.module, weights, target, self._processor, self._generation)
+        wait_for_all()
+        self.reporter.say(f"model written to {target}")
+        return target

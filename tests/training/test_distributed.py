@@ -1,0 +1,188 @@
+"""Two gloo processes, ZeRO 0 to 3, against one process with the whole batch (invariants 6, 7,
+9).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
+from conceptmoe_vl.training import World
+from tests.training.worker import run
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = (0, 1, 2, 3)
+RESUMED = (0, 3)  # the two ends; each costs three runs
+TIMEOUT = 400  # seconds: only a hang takes so long
+
+_RESUMABLE = {"noise": "bernoulli", "accumulation": 2}
+SPECS = [
+    *[{"name": f"images-{stage}", "stage": stage, "export": True} for stage in STAGES],
+    *[{"name": f"mixed-{stage}", "stage": stage, "images": "first_half"} for stage in STAGES],
+    {"name": "accumulated", "stage": 2, "accumulation": 2, "auxiliary": False},
+    {"name": "poisoned-2", "stage": 2, "poisoned": [[1, 3]], "steps": 4},
+    *[
+        spec
+        for stage in RESUMED
+        for spec in (
+            {"name": f"straight-{stage}", "stage": stage, "steps": 4, **_RESUMABLE},
+            {
+                "name": f"stopped-{stage}",
+                "run_dir": f"stopped-{stage}",
+                "stage": stage,
+                "steps": 3,
+                "checkpoint_every": 2,
+                **_RESUMABLE,
+            },
+            {
+                "name": f"resumed-{stage}",
+                "run_dir": f"stopped-{stage}",
+                "stage": stage,
+                "steps": 2,
+                **_RESUMABLE,
+            },
+        )
+    ],
+    {"name": "tied-3", "stage": 3, "tied": True, "steps": 2, "export": True, "evaluate": True},
+]
+
+
+def launch(specs: list[dict], out: Path, processes: int) -> list[dict]:
+    """Results of every rank. What was written counts, not how gloo processes end."""
+    (out / "specs.json").write_text(json.dumps(specs))
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc_per_node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, "-m", "tests.training.worker", str(out / "specs.json"), str(out)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True
+    )
+    written = [out / f"rank-{rank}.json" for rank in range(processes)]
+    assert all(path.exists() for path in written), done.stderr[-5000:]
+    return [json.loads(path.read_text()) for path in written]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Folder and results of all specifications on two ranks."""
+    out = tmp_path_factory.mktemp("two")
+    return out, launch(SPECS, out, processes=2)
+
+
+def reference(tmp_path: Path, **spec) -> list[dict]:
+    """Metrics of the same training in this process, by plain torch, with the whole batch at
+    once.
+    """
+    world = World(0, 1, 0, torch.device("cpu"))
+    return run({"name": "reference", "engine": "torch", **spec}, tmp_path, world)["metrics"]
+
+
+def assert_same(found: list[dict], expected: list[dict], names=("loss", "lm_loss", "grad_norm")):
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for name in names:
+        values = [line[name] for line in found]
+        assert values == pytest.approx([line[name] for line in expected], rel=2e-5), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_with_half_the_batch_give_one_rank_with_the_whole(two, tmp_path, stage):
+    _, (rank_0, rank_1) = two
+    expected = reference(tmp_path)
+    names = ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss", "grad_norm", "ratio")
+    assert_same(rank_0[f"images-{stage}"]["metrics"], expected, names)
+    assert_same(rank_1[f"images-{stage}"]["metrics"], expected, names)
+    last = rank_0[f"images-{stage}"]["metrics"][-1]
+    assert last["lm_loss_by_source"] == pytest.approx(expected[-1]["lm_loss_by_source"], rel=2e-5)
+    assert last["samples"] == 12
+    assert last["skipped"] == {"too_long": 3}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_text_on_one_rank_and_images_on_the_other(two, tmp_path, stage):
+    _, (rank_0, rank_1) = two
+    expected = reference(tmp_path, images="first_half")
+    assert_same(rank_0[f"mixed-{stage}"]["metrics"], expected)
+    last = rank_1[f"mixed-{stage}"]["metrics"][-1]
+    assert last["lm_loss_text"] == pytest.approx(expected[-1]["lm_loss_text"], rel=2e-5)
+    assert last["lm_loss_image"] == pytest.approx(expected[-1]["lm_loss_image"], rel=2e-5)
+
+
+def test_micro_batches_on_two_ranks_give_one_batch(two, tmp_path):
+    _, (rank_0, _) = two
+    expected = reference(tmp_path, auxiliary=False)
+    assert_same(rank_0["accumulated"]["metrics"], expected)
+
+
+def test_nonfinite_loss_of_one_rank_skips_the_step_everywhere(two, tmp_path):
+    out, (rank_0, _) = two
+    found = rank_0["poisoned-2"]["metrics"]
+    expected = reference(tmp_path, poisoned=[[1, 3]], steps=4)
+    assert [line["nonfinite_steps"] for line in found] == [0, 1, 1, 1]
+    for step in (0, 2, 3):
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], rel=2e-5)
+    line = json.loads((out / "poisoned-2" / "nonfinite.jsonl").read_text())
+    assert line["step"] == 2
+    assert line["keys_by_rank"] == [["doc-4", "doc-5"], ["doc-6", "doc-7"]]
+
+
+@pytest.mark.parametrize("stage", RESUMED)
+def test_resume_is_exact(two, stage):
+    """Stopped after step 3, resumed from the checkpoint of step 2, with sampled boundaries."""
+    _, ranks = two
+    for results in ranks:
+        straight, resumed = results[f"straight-{stage}"], results[f"resumed-{stage}"]
+        assert resumed["resumed"]
+        for name in ("step", "loss", "lm_loss", "grad_norm", "samples", "tokens", "lr"):
+            expected = [line[name] for line in straight["metrics"][2:]]
+            assert [line[name] for line in resumed["metrics"]] == expected, name
+        assert resumed["keys"] == straight["keys"][len(straight["keys"]) // 2 :]
+
+
+def test_resumed_run_writes_each_step_once(two):
+    out, _ = two
+    lines = [json.loads(line) for line in (out / "stopped-0" / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_exports_are_whole_and_equal_in_every_stage(two):
+    out, _ = two
+    weights = [
+        load_file(out / f"images-{stage}" / "model" / "model.safetensors") for stage in STAGES
+    ]
+    for stage in STAGES[1:]:
+        assert weights[stage].keys() == weights[0].keys()
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(weights[stage][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_tied_head_survives_zero_3(two):
+    out, (rank_0, _) = two
+    path = out / "tied-3" / "model"
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    model = ConceptMoEVLForConditionalGeneration.from_pretrained(path)
+    assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert rank_0["tied-3"]["evaluation"]["supervised_tokens"] > 0
+
+
+def test_one_process_under_deepspeed_gives_plain_torch(tmp_path):
+    specs = [{"name": f"one-{stage}", "stage": stage} for stage in (0, 2)]
+    specs.append({"name": "low", "precision": "bfloat16"})
+    (rank_0,) = launch(specs, tmp_path, processes=1)
+    expected = reference(tmp_path)
+    assert rank_0["one-0"]["metrics"][-1]["loss"] == expected[-1]["loss"]  # bit for bit
+    assert_same(rank_0["one-2"]["metrics"], expected)
+    low = reference(tmp_path, name="reference-low", precision="bfloat16")
+    assert_same(rank_0["low"]["metrics"], low)

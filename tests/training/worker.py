@@ -1,0 +1,99 @@
+"""Runs a list of small trainings in one process, or in each of several, and writes what they gave.
+
+    python -m tests.training.worker SPECS.json OUT
+    python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.training.worker ...
+
+A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
+auxiliary (weights of the auxiliary losses), masked_steps, poisoned, checkpoint_every, run_dir,
+engine.
+"""
+
+from __future__ import annotations
+
+import conceptmoe_vl_runtime
+
+conceptmoe_vl_runtime.setup(quiet=True)
+
+# ruff: noqa: E402  (the lines above must run before torch is imported)
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conceptmoe_vl.training import Trainer, TrainingConfig, World, distributed
+from tests.tiny import tiny_model
+from tests.training.synthetic import SyntheticStream
+
+
+def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
+    """The trainer of a specification; the same weights on every rank."""
+    accumulation = spec.get("accumulation", 1)
+    config = TrainingConfig(
+        engine=spec.get("engine", "deepspeed"),
+        deepspeed={"zero_optimization": {"stage": spec.get("stage", 0)}},
+        max_steps=10,
+        log_every=1,
+        device="cpu",
+        precision=spec.get("precision", "float32"),
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=0.5,
+        learning_rate=3e-3,
+        epsilon=1e-3,  # with less, Adam turns rounding noise of idle weights into full steps
+        checkpoint_every=spec.get("checkpoint_every", 0),
+        max_nonfinite_steps=spec.get("max_nonfinite_steps", 10),
+    )
+    text = {"tie_word_embeddings": spec.get("tied", False)}
+    chunk = {"noise": spec.get("noise", "none"), "image_mode": "grid"}
+    if not spec.get("auxiliary", True):
+        text |= {"balance_loss_weight": 0.0, "router_z_loss_weight": 0.0}
+        chunk |= {"ratio_loss_weight": 0.0}
+    stream = SyntheticStream(
+        world.rank,
+        world.size,
+        accumulation,
+        images=spec.get("images", "all"),
+        masked_steps=tuple(spec.get("masked_steps", ())),
+        poisoned=tuple(spec.get("poisoned", ())),
+        steps=spec.get("stream_steps"),
+    )
+    run_dir = out / spec.get("run_dir", spec["name"])
+    return Trainer(
+        tiny_model(text=text, **chunk),
+        stream,
+        config,
+        run_dir,
+        world,
+        held_out=lambda: iter(SyntheticStream(world.rank, world.size, steps=2)),
+    )
+
+
+def run(spec: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
+    """Trains, and returns the metrics of each step and the keys of the samples."""
+    trainer = make_trainer(spec, out, world)
+    resumed = trainer.resume()
+    metrics = []
+    for _ in range(spec.get("steps", 3)):
+        metrics.append(trainer.step())
+        if spec.get("checkpoint_every") and trainer.step_number % spec["checkpoint_every"] == 0:
+            trainer.save_checkpoint()
+    result = {"resumed": resumed, "metrics": metrics, "keys": trainer.stream.keys_seen}
+    if spec.get("evaluate"):
+        result["evaluation"] = trainer.evaluate()
+    if spec.get("export"):
+        trainer.export()
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    specs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    world = distributed.start("deepspeed", "cpu", timeout_minutes=2)
+    results = {spec["name"]: run(spec, out, world) for spec in specs}
+    (out / f"rank-{world.rank}.json").write_text(json.dumps(results))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main()
