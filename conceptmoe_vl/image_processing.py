@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class ProcessedImage:
     @property
     def num_tokens(self) -> int:
         return self.grid[0] * self.grid[1]
+
+
+@lru_cache(maxsize=8)
+def _affine(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    mean_3, std_3 = torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1)
+    return 1 / (255 * std_3), -mean_3 / std_3
 
 
 class ConceptMoEVLImageProcessor(BaseImageProcessor):
@@ -147,22 +154,19 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
                 "this model takes no images (vision: null); remove them from the messages"
             )
         array = self._fitted(image)
-        mean, std = self._mean_std()
         pixels = torch.from_numpy(array).permute(2, 0, 1).to(torch.float32)
-        pixels = pixels.sub_(mean).div_(std)
+        scale, offset = self._affine
+        pixels = pixels.mul_(scale).add_(offset)
         rows, columns = (side // (self.patch_size * self.downsample) for side in array.shape[:2])
         if self.size_policy == "fixed":
             return ProcessedImage(pixels, (rows, columns))
         patches, coord = self._patchify(pixels)
         return ProcessedImage(patches, (rows, columns), coord)
 
-    def _mean_std(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per channel `[3, 1, 1]`, of pixels in 0..255."""
-        scaled = (
-            torch.tensor(values).view(3, 1, 1) * 255 for values in (self.image_mean, self.image_std)
-        )
-        mean, std = scaled
-        return mean, std
+    @property
+    def _affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and offset `[3, 1, 1]` that normalise pixels in 0..255."""
+        return _affine(tuple(self.image_mean), tuple(self.image_std))
 
     def _fitted(self, image: Any) -> np.ndarray:
         """The picture at the policy's size, `[H, W, 3]` uint8."""

@@ -1,0 +1,100 @@
+"""What the `data` section of a run's configuration may say."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from conceptmoe_vl.configuration import check_known_keys
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.images import MAX_PIXELS
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """Where samples come from and how they become batches.
+
+    Fields:
+        shards: local tar files: paths, glob patterns or brace ranges (`train-{000..003}.tar`).
+        tokens_per_batch: most tokens of a packed batch (one process, one micro-batch).
+        shuffle: a new random order each epoch; False keeps the shards' order.
+        seed: of the order, the choice of questions and the augmentation.
+        epochs: passes over the data after which the stream ends; None: endless.
+        max_samples: samples used, the first ones of the shards; None: all.
+        questions_per_conversation: most questions of a record with `independent_turns`, chosen
+            anew each epoch; None: all.
+        shuffle_questions: a new order of such a record's questions each epoch.
+        augment: none | flip_shift (mirrors, quarter turns and shifts that keep everything in the
+            frame; only for questions that stay true under them).
+        max_shift: pixels that flip_shift moves a picture at most, along each axis.
+        pack_lookahead: samples held ready to fill a batch's rest.
+        on_error: what a damaged sample does: raise | skip | limit (skip up to a limit).
+        max_skips: damaged samples per epoch and process that `limit` allows; None: by share.
+        max_skip_share: the same as a share of the process's samples, 0 to 1.
+        on_truncated_shard: raise | skip (count it and use the samples before the damage).
+        num_workers: processes that decode ahead; 0 decodes in the training process.
+        max_image_pixels: larger pictures count as damaged, before they are decoded.
+    """
+
+    shards: Any = dataclasses.field(default_factory=list)
+    tokens_per_batch: int = 4096
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+    max_samples: int | None = None
+    questions_per_conversation: int | None = None
+    shuffle_questions: bool = False
+    augment: str = "none"
+    max_shift: int = 8
+    pack_lookahead: int = 8
+    on_error: str = "limit"
+    max_skips: int | None = None
+    max_skip_share: float = 0.05
+    on_truncated_shard: str = "raise"
+    num_workers: int = 0
+    max_image_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shards, str):
+            self.shards = [self.shards]
+        if not self.shards or not all(isinstance(pattern, str) for pattern in self.shards):
+            raise UserError(f"data.shards is {self.shards!r}; name tar files or patterns of them")
+        for name, choices in (
+            ("augment", ("none", "flip_shift")),
+            ("on_error", ("raise", "skip", "limit")),
+            ("on_truncated_shard", ("raise", "skip")),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"data.{name} is {getattr(self, name)!r}; choose one of {list(choices)}"
+                )
+        for name, least in (
+            *(("tokens_per_batch", 2), ("seed", 0), ("epochs", 1), ("max_samples", 1)),
+            *(("questions_per_conversation", 1), ("max_shift", 0), ("pack_lookahead", 1)),
+            *(("max_skips", 0), ("num_workers", 0), ("max_image_pixels", 1)),
+        ):
+            self._check_integer(name, least)
+        if not 0 <= self.max_skip_share <= 1:
+            raise UserError(f"data.max_skip_share is {self.max_skip_share}; give 0 to 1")
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is None and str(self.__dataclass_fields__[name].type).endswith("None"):
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"data.{name} is {value!r}; give an integer of {least} or more")
+
+    @classmethod
+    def from_mapping(cls, values: Any) -> DataConfig:
+        """The configuration of a mapping.
+
+        Raises:
+            UserError: it is no mapping, a key is unknown (the nearest is named), or a value wrong.
+        """
+        if not isinstance(values, dict):
+            raise UserError(f"configuration section 'data' is {values!r}; give a mapping")
+        try:
+            check_known_keys(values, [field.name for field in dataclasses.fields(cls)], "data")
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return cls(**values)

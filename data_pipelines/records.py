@@ -1,0 +1,161 @@
+"""The schema of a sample in a shard (docs/data.md), checked where it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prompts import MessageError, Picture, Turn, read_messages
+
+IMAGE_MEMBER = re.compile(r"img([0-9]+)\.(?:jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", re.I)
+
+
+class RecordError(UserError):
+    """A record that cannot be used.
+
+    Attributes:
+        reason: bad_json | missing_field | bad_field | bad_role | bad_order | bad_content |
+            image_count | no_answer.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.reason, str(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A record as read.
+
+    Fields:
+        turns: pictures hold the names of their members, `img0.png`.
+        source: name of the data set, for metrics.
+        independent: each question stands alone beside the pictures, so questions may be left out
+            and asked in another order.
+    """
+
+    turns: list[Turn]
+    source: str
+    independent: bool
+
+    @property
+    def image_members(self) -> list[str]:
+        return [
+            part.image for turn in self.turns for part in turn.parts if isinstance(part, Picture)
+        ]
+
+
+def image_members(names: Any) -> list[str]:
+    """The image members of a record among its member names, in the order of their numbers.
+
+    Raises:
+        RecordError: two members have the same number, or a number is missing.
+    """
+    found = [(int(match[1]), name) for name in names if (match := IMAGE_MEMBER.fullmatch(name))]
+    found.sort()
+    numbers = [number for number, _ in found]
+    if numbers != list(range(len(numbers))):
+        raise RecordError(
+            "image_count", f"the images are numbered {numbers}; name them img0, img1, ... once each"
+        )
+    return [name for _, name in found]
+
+
+def read_record(text: bytes, member_names: Any, default_source: str) -> Conversation:
+    """The conversation of a record's `json` member.
+
+    Args:
+        member_names: names of all members, without the key (`json`, `img0.png`).
+        default_source: taken where the record names none.
+
+    Raises:
+        RecordError: says which field is wrong; the caller adds shard and key.
+    """
+    record = _parse(text)
+    if "messages" not in record:
+        raise RecordError("missing_field", "the field 'messages' is missing")
+    source = record.get("source", default_source)
+    if not isinstance(source, str) or not source:
+        raise RecordError("bad_field", f"the field 'source' is {source!r}; give a name")
+    independent = record.get("independent_turns", False)
+    if not isinstance(independent, bool):
+        raise RecordError(
+            "bad_field", f"'independent_turns' is {independent!r}; give true or false"
+        )
+    try:
+        turns = read_messages(record["messages"])
+    except MessageError as error:
+        raise RecordError(error.reason, f"'messages': {error}") from error
+    if all(turn.role != "assistant" for turn in turns):
+        raise RecordError("no_answer", "'messages' holds no assistant turn; nothing can be learnt")
+    conversation = Conversation(
+        _place_images(turns, image_members(member_names)), source, independent
+    )
+    if independent:
+        _check_independent(conversation.turns)
+    return conversation
+
+
+def _parse(text: bytes) -> dict:
+    try:
+        record = json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RecordError("bad_json", f"the member 'json' is no JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise RecordError("bad_json", "the member 'json' is no object")
+    return record
+
+
+def _place_images(turns: list[Turn], members: list[str]) -> list[Turn]:
+    """The turns, with the placeholders named by the members, in order."""
+    placeholders = sum(isinstance(part, Picture) for turn in turns for part in turn.parts)
+    if placeholders != len(members):
+        raise RecordError(
+            "image_count",
+            f"'messages' holds {placeholders} image placeholders, but the sample holds "
+            f"{len(members)} images",
+        )
+    names = iter(members)
+    return [
+        Turn(
+            turn.role,
+            tuple(
+                Picture(next(names)) if isinstance(part, Picture) else part for part in turn.parts
+            ),
+        )
+        for turn in turns
+    ]
+
+
+def _check_independent(turns: list[Turn]) -> None:
+    start = 1 if turns[0].role == "system" else 0
+    misplaced = any(isinstance(part, Picture) for turn in turns[start + 1 :] for part in turn.parts)
+    if misplaced or (len(turns) - start) % 2:
+        raise RecordError(
+            "bad_field",
+            "'independent_turns' needs all images in the first question and an answer to each",
+        )
+
+
+def pick_questions(conversation: Conversation, order: list[int]) -> list[Turn]:
+    """An independent conversation's questions in another order; the pictures stay in front.
+
+    Args:
+        order: numbers of the questions (from 0) that are asked.
+    """
+    turns = conversation.turns
+    start = 1 if turns[0].role == "system" else 0
+    first = turns[start]
+    pictures = tuple(part for part in first.parts if isinstance(part, Picture))
+    texts = tuple(part for part in first.parts if not isinstance(part, Picture))
+    pairs = [(turns[index], turns[index + 1]) for index in range(start, len(turns), 2)]
+    pairs[0] = (Turn("user", texts), pairs[0][1])
+    chosen = [turn for number in order for turn in pairs[number]]
+    chosen[0] = Turn("user", pictures + chosen[0].parts)
+    return turns[:start] + chosen
