@@ -6,10 +6,14 @@ A `PackedLayout` is made once a level and call, and travels with the states inst
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+# Documents share a padded batch while each fills at least this share of its row.
+_FILLED = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,43 @@ class PackedLayout:
         return torch.arange(len(self.lengths), device=counts.device).repeat_interleave(
             counts, output_size=self.total
         )
+
+    @cached_property
+    def batches(self) -> tuple[list[tuple[int, int, slice | Tensor]], Tensor | None]:
+        """Documents of similar length together, for kernels that take rectangular batches.
+
+        Returns:
+            Entries of (documents, padded length, where their tokens lie: a slice, or indices that repeat
+            a document's last token as padding), and `[T]` where each token stands in the batches end to
+            end; None where that is the stream's own order.
+        """
+        filled = [(length, int(i)) for i, length in enumerate(self.lengths) if length]
+        offsets = [0, *itertools.accumulate(self.lengths)]
+        if len({length for length, _ in filled}) <= 1 or len(filled) == 1:
+            length = filled[0][0] if filled else 0
+            return [(len(filled), length, slice(0, self.total))], None
+        entries: list[tuple[int, int, slice | Tensor]] = []
+        place = [0] * len(self.lengths)
+        placed = 0
+        filled.sort(reverse=True)
+        while filled:
+            longest = filled[0][0]
+            members = [i for length, i in filled if length >= _FILLED * longest]
+            filled = filled[len(members) :]
+            for number, i in enumerate(members):
+                place[i] = placed + number * longest
+            placed += len(members) * longest
+            if len(members) == 1:
+                start = offsets[members[0]]
+                entries.append((1, longest, slice(start, start + longest)))
+                continue
+            starts = torch.tensor([offsets[i] for i in members])
+            lasts = torch.tensor([offsets[i + 1] - 1 for i in members])
+            index = torch.minimum(starts[:, None] + torch.arange(longest), lasts[:, None])
+            entries.append((len(members), longest, index.flatten().to(self.cu_seqlens.device)))
+        moved = torch.tensor(place, device=self.cu_seqlens.device) - self.cu_seqlens[:-1]
+        place_T = torch.arange(self.total, device=moved.device) + moved[self.document_T]
+        return entries, place_T
 
     @cached_property
     def starts(self) -> Tensor:

@@ -15,6 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import Tensor, nn
 
+from conceptmoe_vl.attention import SHORT
 from conceptmoe_vl.configuration import VisionConfig
 
 
@@ -155,6 +156,7 @@ class VisionTower(nn.Module):
             pixel_values: `[I, 3, S, S]`, or `[I, N, patch * patch * 3]` with native aspect.
             grids: rows and columns of each image's tokens. patch_coord, patch_valid: native aspect only.
         """
+        self._choose_attention(pixel_values)
         arguments: dict[str, Any] = {}
         if patch_coord is not None:
             arguments = {"patch_coord": patch_coord, "patch_valid": patch_valid}
@@ -167,6 +169,14 @@ class VisionTower(nn.Module):
             **arguments,
         )[0]
         return self._to_tokens(features, grids)
+
+    def _choose_attention(self, pixel_values: Tensor) -> None:
+        """Few patches on CPU: plain products, 6 times faster than the fused kernel in bfloat16 (64 patches)."""
+        patches = pixel_values[0].numel() // (3 * self.patch_size**2)
+        fused = pixel_values.device.type != "cpu" or patches > SHORT
+        for block in self.model.blocks:
+            if hasattr(block.attn, "fused_attn"):
+                block.attn.fused_attn = fused
 
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())

@@ -1,0 +1,157 @@
+"""Our plain MoE (router none) against transformers' Qwen3-MoE of the same shape and weights.
+
+    python -m bench.plain_moe [--threads N] [--repeats N] [--what train prefill]
+
+Both run in one process, in alternation, with the same allocator and thread settings; the ratios are
+paired medians. Before any timing the logits are compared: the run stops if they differ by 1e-4 or more.
+"""
+
+from __future__ import annotations
+
+import conceptmoe_vl_runtime
+
+conceptmoe_vl_runtime.setup()
+
+# ruff: noqa: E402  (the lines above must run before torch is imported)
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from conceptmoe_vl import ConceptMoEVLConfig, ConceptMoEVLForConditionalGeneration
+
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+LAYERS = 4
+
+
+def make_pair() -> tuple[nn.Module, nn.Module]:
+    """Ours and the peer with the same weights: one layer in E, two in C, one in D."""
+    torch.manual_seed(0)
+    peer = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SHAPE, num_hidden_layers=LAYERS, head_dim=32, use_cache=False, router_aux_loss_coef=0.01
+        )
+    )
+    stages = {"encoder": 1, "concept": LAYERS - 2, "decoder": 1}
+    layers = {f"{stage}_layers": count for stage, count in stages.items()}
+    ours = ConceptMoEVLForConditionalGeneration(
+        ConceptMoEVLConfig(
+            text={**SHAPE, **layers, "head_dim": 32},
+            chunk={"router": "none", "concept_residual": "delta"},
+        )
+    )
+    source = peer.state_dict()
+    target = {
+        "embed_tokens.weight": source["model.embed_tokens.weight"],
+        "language_model.norm.weight": source["model.norm.weight"],
+        "lm_head.weight": source["lm_head.weight"],
+    }
+    layer = 0
+    for stage, count in stages.items():
+        for index in range(count):
+            prefix = f"model.layers.{layer}."
+            for key, value in source.items():
+                if key.startswith(prefix):
+                    target[f"language_model.{stage}.layers.{index}.{key[len(prefix):]}"] = value
+            layer += 1
+    ours.load_state_dict(target)
+    return ours, peer
+
+
+def check_equal(ours: nn.Module, peer: nn.Module) -> float:
+    ids = torch.randint(0, SHAPE["vocab_size"], (2, 257))
+    ours.eval(), peer.eval()
+    with torch.no_grad():
+        difference = (ours(ids).logits - peer(ids).logits).abs().max().item()
+    if difference >= 1e-4:
+        sys.exit(f"the logits differ by {difference:.1e}; no timing means anything before they agree")
+    return difference
+
+
+def training_step(model: nn.Module, ids: Tensor, autocast: bool, **arguments: bool) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        model.train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, **arguments).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prefill(model: nn.Module, ids: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=ids, logits_to_keep=1, use_cache=True)
+
+    return step
+
+
+def paired(ours: Callable[[], None], peer: Callable[[], None], repeats: int) -> tuple[float, float, float]:
+    """Median seconds of both and the median of the pairwise ratios peer / ours."""
+    ours(), peer()
+    pairs = []
+    for _ in range(repeats):
+        times = []
+        for run in (ours, peer):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        pairs.append(times)
+    ratio = statistics.median(b / a for a, b in pairs)
+    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs), ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--what", nargs="+", default=["train", "prefill"], choices=["train", "prefill"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    ours, peer = make_pair()
+    print(f"torch {torch.__version__}, {options.threads} threads; logits differ by {check_equal(ours, peer):.1e}")
+    print(f"{'what':36} {'ours':>10} {'Qwen3-MoE':>10} {'ratio':>7}")
+
+    def report(name: str, tokens: int, a: Callable[[], None], b: Callable[[], None]) -> None:
+        mine, theirs, ratio = paired(a, b, options.repeats)
+        print(f"{name:36} {tokens / mine:8.0f}/s {tokens / theirs:8.0f}/s {ratio:6.2f}x", flush=True)
+
+    if "train" in options.what:
+        ids = torch.randint(0, SHAPE["vocab_size"], (4, 1024))
+        for autocast in (False, True):
+            name = f"training step 4 x 1,024 {'bfloat16' if autocast else 'float32'}"
+            steps = (
+                training_step(ours, ids, autocast),
+                training_step(peer, ids, autocast, output_router_logits=True),
+            )
+            report(name, ids.numel(), *steps)
+    if "prefill" in options.what:
+        for length in options.lengths:
+            ids = torch.randint(0, SHAPE["vocab_size"], (1, length))
+            report(f"prefill {length:,} float32", length, prefill(ours, ids), prefill(peer, ids))
+
+
+if __name__ == "__main__":
+    main()
