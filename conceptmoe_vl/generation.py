@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+)
 
 from conceptmoe_vl.cache import ConceptCache
 
@@ -66,6 +70,15 @@ class ConceptMoEGenerationMixin:
         if grids is not None:
             inputs |= self._images_of_call(input_ids, done, kwargs)
         return inputs
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """As transformers', and no image placeholder is ever generated: no image would stand behind it."""
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if self.config.image_token_id is not None:
+            processors.append(
+                SuppressTokensLogitsProcessor([self.config.image_token_id], self.device)
+            )
+        return processors
 
     def _images_of_call(
         self, input_ids: Tensor, done: int, kwargs: dict[str, Any]
