@@ -154,7 +154,7 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
                 "this model takes no images (vision: null); remove them from the messages"
             )
         array = self._fitted(image)
-        pixels = torch.from_numpy(array).permute(2, 0, 1).to(torch.float32)
+        pixels = torch.from_numpy(array).permute(2, 0, 1).float().contiguous()
         scale, offset = self._affine
         pixels = pixels.mul_(scale).add_(offset)
         rows, columns = (side // (self.patch_size * self.downsample) for side in array.shape[:2])

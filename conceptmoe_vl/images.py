@@ -41,6 +41,8 @@ _PILLOW_ERRORS = (
     *(MemoryError, struct.error, zlib.error),
 )
 
+_KINDS = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
+
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -91,13 +93,17 @@ def decode_image(
         ImageError: the picture cannot be used; `.reason` says why in one word.
         TypeError: `data` is none of the three kinds.
     """
+    if not isinstance(data, _KINDS):
+        raise TypeError(
+            f"decode_image takes bytes, a path or a PIL image, not {type(data).__name__}"
+        )
     name = _name_of(data, name)
     try:
         if isinstance(data, Image.Image):
             return _to_rgb(data, background, max_pixels, name)
         with warnings.catch_warnings():
-            # Between Pillow's warning and its error our own limit decides.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # Pillow's remarks on odd metadata and sizes: what matters ends as an ImageError.
+            warnings.simplefilter("ignore")
             with _open(data, name) as image:
                 return _to_rgb(image, background, max_pixels, name)
     except ImageError:
@@ -133,10 +139,6 @@ def _open(data: Any, name: str) -> Image.Image:
         if len(data) == 0:
             raise ImageError("empty", f"{name} has no bytes; write the file again")
         return Image.open(io.BytesIO(data), formats=_usable_formats())
-    if not isinstance(data, (str, os.PathLike)):
-        raise TypeError(
-            f"decode_image takes bytes, a path or a PIL image, not {type(data).__name__}"
-        )
     path = Path(data)
     if not path.exists():
         remedy = "download it first" if "://" in str(data) else "check the path"

@@ -216,8 +216,8 @@ class ConceptMoEVLProcessor(ProcessorMixin):
                 )
 
     def _render(self, messages: Any, add_generation_prompt: bool) -> str:
-        read_messages(messages, add_generation_prompt)
-        return self._prompts().render(messages, add_generation_prompt)
+        turns = read_messages(messages, add_generation_prompt)
+        return self._prompts().render(turns, add_generation_prompt)
 
     def __call__(  # type: ignore[override]
         self,

@@ -235,10 +235,22 @@ class PromptBuilder:
         writer.flush()
         return writer.ids
 
-    def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:
-        """The chat template's text of messages."""
+    def render(self, turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
+        """The text of turns, one image mark a picture: what `from_text` takes."""
+        text = self._render_marks(tuple(turn.role for turn in turns), add_generation_prompt)
+        picture = IMAGE_START + IMAGE + IMAGE_END
+        contents = [
+            "".join(part if isinstance(part, str) else picture for part in turn.parts)
+            for turn in turns
+        ]
+        return _MARK.sub(lambda match: contents[int(match[1])], text)
+
+    def _render_marks(self, roles: tuple[str, ...], add_generation_prompt: bool) -> str:
+        messages = [
+            {"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)
+        ]
         rendered, _ = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[messages],
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **self.tokenizer.special_tokens_map,
@@ -265,10 +277,7 @@ class PromptBuilder:
 
     def _render_skeleton(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[Any]:
         """The template's pieces around the contents, which stand as `("turn", number)`."""
-        messages = [
-            {"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)
-        ]
-        text = self.render(messages, add_generation_prompt)
+        text = self._render_marks(roles, add_generation_prompt)
         pieces: list[Any] = []
         for index, part in enumerate(_MARK.split(text)):
             pieces += [("turn", int(part))] if index % 2 else self._split(part)
