@@ -1,7 +1,8 @@
 """The whole model: vision tower, projector and ConceptMoE language model, as a transformers model.
 
-Inputs come padded `[B, N]` with an attention mask, or packed `[T]` with `cu_seqlens`. Padding ends here:
-everything inside sees one packed stream, so padding can enter no attention, statistic or loss.
+Inputs come padded `[B, N]` with an attention mask, or packed `[T]` with `cu_seqlens`. Padding ends
+here: everything inside sees one packed stream, so padding can enter no attention, statistic or
+loss.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.losses import auxiliary_losses, chunked_cross_entropy
 from conceptmoe_vl.moe import Router
 from conceptmoe_vl.outputs import ChunkOutput, ConceptMoEVLOutput
+from conceptmoe_vl.packed_inputs import PackedInputs
 from conceptmoe_vl.vision import VisionTower, build_projector
 
 
@@ -159,12 +161,14 @@ class ConceptMoEVLForConditionalGeneration(
 
         Args:
             input_ids: `[B, N]` ids, or `[T]` with `cu_seqlens` `[G + 1]`.
-            attention_mask: `[B, N]`, 0 for padding on either side; with a cache it may cover the past too.
+            attention_mask: `[B, N]`, 0 for padding on either side; with a cache it may cover the
+                past too.
             pixel_values: `[I, 3, S, S]`, or patches `[I, P, patch * patch * 3]` with `patch_coord`
                 `[I, P, 2]` and `patch_valid` `[I, P]` for native aspect. Images in reading order.
             image_grid_hw: `[I, 2]` rows and columns of each image's tokens.
             labels: like `input_ids`, the token itself where it is supervised and -100 elsewhere.
-            num_items_in_batch: what the summed language loss is divided by; None: supervised tokens here.
+            num_items_in_batch: what the summed language loss is divided by; None: supervised tokens
+                here.
             cache, past_key_values: the cache, under its new and its old name in transformers.
             logits_to_keep: last columns of each row that get logits; 0: all.
             return_logits: whether logits are made; None: unless training with labels.
@@ -184,6 +188,7 @@ class ConceptMoEVLForConditionalGeneration(
         )
         if cache is not None:
             cache.begin(len(packed.layout.lengths))
+            assert input_ids is not None  # PackedInputs refuses None
             cache.padded_length += input_ids.shape[-1]
         states = self.language_model(x_TD, packed.layout, kinds, cache)
         output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
@@ -216,7 +221,8 @@ class ConceptMoEVLForConditionalGeneration(
         if pixel_values is None or not grids:
             if grids or pixel_values is not None:
                 raise ValueError(
-                    "pixel_values and image_grid_hw belong together; build inputs with the processor"
+                    "pixel_values and image_grid_hw belong together; "
+                    "build inputs with the processor"
                 )
             return x_TD + self._absent_images() if self._must_run_vision() else x_TD
         if len(grids) != len(pixel_values):
@@ -235,7 +241,10 @@ class ConceptMoEVLForConditionalGeneration(
         return self.training or partitioned
 
     def _absent_images(self) -> Tensor:
-        """Zero, with a zero gradient for every parameter of the vision path: one minimal image times 0."""
+        """Zero, with a zero gradient for every parameter of the vision path.
+
+        One minimal image times 0.
+        """
         vision, edge = self.config.vision, self.config.vision.downsample
         parameter = next(self.projector.parameters())
         side = edge * self.vision.patch_size
@@ -267,10 +276,9 @@ class ConceptMoEVLForConditionalGeneration(
         losses = auxiliary_losses(
             chunk, states.boundaries, image_T, packed.layout, routers, across_ranks=self.training
         )
-        output.chunks.ratio, output.chunks.ratio_by_modality = (
-            losses.tokens_per_concept,
-            losses.ratio_by_modality,
-        )
+        assert output.chunks is not None
+        output.chunks.ratio = losses.tokens_per_concept
+        output.chunks.ratio_by_modality = losses.ratio_by_modality
         loads = iter(losses.load_LE)
         output.expert_load = {
             stage: torch.stack([next(loads) for _ in layers])
@@ -294,97 +302,11 @@ class ConceptMoEVLForConditionalGeneration(
         )
 
 
-class PackedInputs:
-    """Padded or packed inputs as one packed stream, and the way back.
-
-    Args:
-        config: for the embedding's length. input_ids, attention_mask, cu_seqlens: as in `forward`.
-        cache: its row lengths come before the new tokens.
-    """
-
-    def __init__(
-        self,
-        config: ConceptMoEVLConfig,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: ConceptCache | None,
-    ) -> None:
-        if input_ids is None:
-            raise ValueError("input_ids are needed: image placeholders are found by their ids")
-        if (input_ids.dim() == 1) != (cu_seqlens is not None):
-            raise ValueError(
-                f"input_ids have shape {tuple(input_ids.shape)}: give [B, N] ids, or [T] ids with cu_seqlens"
-            )
-        self.kept_BN: Tensor | None = None
-        if cu_seqlens is not None:
-            if cache is not None:
-                raise ValueError(
-                    "a cache needs padded inputs [B, N]; packed documents cannot be continued"
-                )
-            self.ids_T = input_ids
-            self.layout = PackedLayout.from_cu_seqlens(cu_seqlens, input_ids.shape[0])
-        else:
-            self._pack(input_ids, attention_mask, cache)
-        if self.ids_T.numel() == 0:
-            raise ValueError("the input holds no token; give at least one that is not padding")
-
-    def _pack(
-        self, input_ids: Tensor, attention_mask: Tensor | None, cache: ConceptCache | None
-    ) -> None:
-        rows, columns = input_ids.shape
-        past = cache.token_lengths if cache is not None and cache.token_lengths else None
-        if attention_mask is None:
-            kept = torch.ones_like(input_ids, dtype=torch.bool)
-        elif attention_mask.dim() != 2 or attention_mask.shape[1] < columns:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
-                "the mask must cover the inputs"
-            )
-        else:
-            kept = attention_mask[:, -columns:].bool().to(input_ids.device)
-        self.kept_BN = kept
-        self.ids_T = input_ids[kept]
-        numbers = tuple(range(rows)) if cache is not None else None
-        self.layout = PackedLayout.from_lengths(
-            kept.sum(1).tolist(), input_ids.device, past, rows=numbers
-        )
-
-    def supervised(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Stream indices of supervised tokens and their ids; a document's first token has no predictor."""
-        labels_T = labels if self.kept_BN is None else labels[self.kept_BN]
-        if labels_T.shape != self.ids_T.shape:
-            raise ValueError(
-                f"labels have {labels_T.numel()} entries, the inputs {self.ids_T.numel()} tokens"
-            )
-        first = torch.zeros_like(labels_T, dtype=torch.bool).index_fill(0, self.layout.starts, True)
-        positions = ((labels_T != -100) & ~first).nonzero().squeeze(1)
-        return positions, labels_T[positions]
-
-    def unpack(self, head: nn.Module, hidden_TD: Tensor, logits_to_keep: int) -> Tensor:
-        """Logits in the shape of the inputs; zeros at padding. Only kept columns are computed."""
-        if self.kept_BN is None:
-            return head(hidden_TD)
-        rows, columns = self.kept_BN.shape
-        wanted = self.kept_BN
-        if logits_to_keep:
-            columns = min(logits_to_keep, columns)
-            wanted = wanted[:, -columns:]
-            in_stream = torch.zeros_like(self.kept_BN)
-            in_stream[:, -columns:] = wanted
-            hidden_TD = hidden_TD[in_stream[self.kept_BN]]
-        logits = head(hidden_TD)
-        if hidden_TD.shape[0] == rows * columns:
-            return logits.view(rows, columns, -1)
-        out = logits.new_zeros(rows, columns, logits.shape[-1])
-        out[wanted] = logits
-        return out
-
-
 def _restart_vision(tower: VisionTower, config: ConceptMoEVLConfig) -> None:
-    """Marks timm's tower as initialised; timm started (or loaded) its own weights when it was built.
+    """Marks timm's tower as initialised.
 
-    Where it was built on the meta device there is nothing to keep: the checkpoint being loaded holds it.
+    timm started (or loaded) its own weights when it was built. Where it was built on the meta
+    device there is nothing to keep: the checkpoint being loaded holds it.
     """
     for module in tower.model.modules():
         module._is_hf_initialized = True
