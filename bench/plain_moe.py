@@ -3,7 +3,8 @@
     python -m bench.plain_moe [--threads N] [--repeats N] [--what train prefill]
 
 Both run in one process, in alternation, with the same allocator and thread settings; the ratios are
-paired medians. Before any timing the logits are compared: the run stops if they differ by 1e-4 or more.
+paired medians. Before any timing the logits are compared: the run stops if they differ by 1e-4 or
+more.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def make_pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     peer = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SHAPE, num_hidden_layers=LAYERS, head_dim=32, use_cache=False, router_aux_loss_coef=0.01
+            **SHAPE,
+            num_hidden_layers=LAYERS,
+            head_dim=32,
+            use_cache=False,
+            router_aux_loss_coef=0.01,
         )
     )
     stages = {"encoder": 1, "concept": LAYERS - 2, "decoder": 1}
@@ -68,7 +73,7 @@ def make_pair() -> tuple[nn.Module, nn.Module]:
             prefix = f"model.layers.{layer}."
             for key, value in source.items():
                 if key.startswith(prefix):
-                    target[f"language_model.{stage}.layers.{index}.{key[len(prefix):]}"] = value
+                    target[f"language_model.{stage}.layers.{index}.{key[len(prefix) :]}"] = value
             layer += 1
     ours.load_state_dict(target)
     return ours, peer
@@ -76,15 +81,20 @@ def make_pair() -> tuple[nn.Module, nn.Module]:
 
 def check_equal(ours: nn.Module, peer: nn.Module) -> float:
     ids = torch.randint(0, SHAPE["vocab_size"], (2, 257))
-    ours.eval(), peer.eval()
+    ours.eval()
+    peer.eval()
     with torch.no_grad():
         difference = (ours(ids).logits - peer(ids).logits).abs().max().item()
     if difference >= 1e-4:
-        sys.exit(f"the logits differ by {difference:.1e}; no timing means anything before they agree")
+        sys.exit(
+            f"the logits differ by {difference:.1e}; no timing means anything before they agree"
+        )
     return difference
 
 
-def training_step(model: nn.Module, ids: Tensor, autocast: bool, **arguments: bool) -> Callable[[], None]:
+def training_step(
+    model: nn.Module, ids: Tensor, autocast: bool, **arguments: bool
+) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -107,9 +117,12 @@ def prefill(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     return step
 
 
-def paired(ours: Callable[[], None], peer: Callable[[], None], repeats: int) -> tuple[float, float, float]:
+def paired(
+    ours: Callable[[], None], peer: Callable[[], None], repeats: int
+) -> tuple[float, float, float]:
     """Median seconds of both and the median of the pairwise ratios peer / ours."""
-    ours(), peer()
+    ours()
+    peer()
     pairs = []
     for _ in range(repeats):
         times = []
@@ -126,17 +139,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--what", nargs="+", default=["train", "prefill"], choices=["train", "prefill"])
+    parser.add_argument(
+        "--what", nargs="+", default=["train", "prefill"], choices=["train", "prefill"]
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     ours, peer = make_pair()
-    print(f"torch {torch.__version__}, {options.threads} threads; logits differ by {check_equal(ours, peer):.1e}")
+    difference = check_equal(ours, peer)
+    print(
+        f"torch {torch.__version__}, {options.threads} threads; logits differ by {difference:.1e}"
+    )
     print(f"{'what':36} {'ours':>10} {'Qwen3-MoE':>10} {'ratio':>7}")
 
     def report(name: str, tokens: int, a: Callable[[], None], b: Callable[[], None]) -> None:
         mine, theirs, ratio = paired(a, b, options.repeats)
-        print(f"{name:36} {tokens / mine:8.0f}/s {tokens / theirs:8.0f}/s {ratio:6.2f}x", flush=True)
+        print(
+            f"{name:36} {tokens / mine:8.0f}/s {tokens / theirs:8.0f}/s {ratio:6.2f}x", flush=True
+        )
 
     if "train" in options.what:
         ids = torch.randint(0, SHAPE["vocab_size"], (4, 1024))

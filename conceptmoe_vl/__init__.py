@@ -1,9 +1,10 @@
 """ConceptMoE-VL: vision-language models that merge similar neighbouring tokens into concepts.
 
-Shape legend, used as suffixes everywhere in the package: `B` batch rows, `T` packed tokens, `M` packed
-concepts, `P` packed patches, `D` model width, `C` concept width, `N` heads, `H` head size, `E` experts,
-`K` experts per token, `F` expert width, `V` vocabulary, `G` documents, `I` images, `S` a selection that the
-docstring names. A tensor without a suffix is a scalar or has its shape in the docstring.
+Shape legend, used as suffixes everywhere in the package: `B` batch rows, `T` packed tokens,
+`M` packed concepts, `P` packed patches, `D` model width, `C` concept width, `N` heads, `H` head
+size, `E` experts, `K` experts per token, `F` expert width, `V` vocabulary, `G` documents,
+`I` images, `S` a selection that the docstring names. A tensor without a suffix is a scalar or has
+its shape in the docstring.
 """
 
 from transformers import (

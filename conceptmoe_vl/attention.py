@@ -1,14 +1,17 @@
-"""Causal attention over packed documents, with and without a cache: one interface, fastest kernel inside.
+"""Causal attention over packed documents, with and without a cache.
 
-On CUDA: `torch.nn.attention.varlen.varlen_attn`. On CPU, measured forward and backward on one thread:
+One interface, fastest kernel inside. On CUDA: `torch.nn.attention.varlen.varlen_attn`. On CPU,
+measured forward and backward on one thread, SDPA a document / SDPA in one padded batch / plain
+products:
 
 | documents | bfloat16 | float32 |
 | --- | --- | --- |
-| 32 x 176, 6 heads of 32: SDPA a document / SDPA in one padded batch / plain products | 215 / 154 / 39 ms | 113 / 60 / 74 ms |
-| 4 x 1,024, 8 heads of 32: the same | 168 / 151 / 305 ms | 198 / 191 / 549 ms |
+| 32 x 176, 6 heads of 32 | 215 / 154 / 39 ms | 113 / 60 / 74 ms |
+| 4 x 1,024, 8 heads of 32 | 168 / 151 / 305 ms | 198 / 191 / 549 ms |
 
-So documents of similar length share a padded batch (causality keeps the padding on the right from being
-seen), short bfloat16 ones are plain matrix products, and a block mask (5 to 9 times slower) is never used.
+So documents of similar length share a padded batch (causality keeps the padding on the right from
+being seen), short bfloat16 ones are plain matrix products, and a block mask (5 to 9 times slower)
+is never used.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class _ShortCausalAttention(torch.autograd.Function):
 def cached_attention(
     q_TNH: Tensor, keys_BNSH: Tensor, values_BNSH: Tensor, layout: PackedLayout
 ) -> Tensor:
-    """Attention of new tokens over everything that a cache holds for their rows, themselves included.
+    """Attention of new tokens over all that a cache holds for their rows, themselves included.
 
     Args:
         q_TNH: `[T, N, H]` queries of the new tokens, documents end to end.

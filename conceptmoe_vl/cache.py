@@ -1,13 +1,16 @@
-"""The two-level cache: keys and values of tokens for E and D, of concepts (1/R of them) for C, and per row
-what the chunk module carries from one call to the next.
+"""The two-level cache.
 
-Buffers are preallocated and grow geometrically. Rows advance on their own: a padded batch holds no padding
-here, and the concept level of a row grows only when one of its boundaries fires.
+It holds keys and values of tokens for E and D, of concepts (1/R of them) for C, and per row what
+the chunk module carries from one call to the next.
+
+Buffers are preallocated and grow geometrically. Rows advance on their own: a padded batch holds no
+padding here, and the concept level of a row grows only when one of its boundaries fires.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import Tensor
@@ -34,15 +37,18 @@ class KeyValueStore:
             default=0,
         )
         self._reserve(len(layout.lengths), needed, k_TNH)
-        if layout.total:
+        assert self.keys is not None
+        assert self.values is not None
+        if layout.total > len(layout.lengths):
+            offsets = itertools.accumulate(layout.lengths, initial=0)
+            spans = zip(offsets, layout.lengths, layout.past_lengths, strict=False)
+            for row, (start, new, past) in enumerate(spans):
+                for buffer, x_TNH in ((self.keys, k_TNH), (self.values, v_TNH)):
+                    buffer[row, :, past : past + new] = x_TNH[start : start + new].transpose(0, 1)
+        elif layout.total:  # decoding: one write for all rows
             row_T = layout.document_T
-            past = torch.tensor(layout.past_lengths, device=row_T.device)
-            slot_T = (
-                torch.arange(layout.total, device=row_T.device)
-                + (past - layout.cu_seqlens[:-1])[row_T]
-            )
-            self.keys[row_T, :, slot_T] = k_TNH
-            self.values[row_T, :, slot_T] = v_TNH
+            self.keys[row_T, :, layout.place_T] = k_TNH
+            self.values[row_T, :, layout.place_T] = v_TNH
         return self.keys, self.values
 
     def _reserve(self, rows: int, needed: int, like: Tensor) -> None:
@@ -58,7 +64,7 @@ class KeyValueStore:
             setattr(self, name, new)
 
     def select(self, index: Tensor) -> None:
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[index], self.values[index]
 
     @property
@@ -69,11 +75,14 @@ class KeyValueStore:
 
 @dataclasses.dataclass
 class ChunkState:
-    """What one row's chunk module, merge and dechunk know of the past; all `[B, ...]`, None before a call.
+    """What one row's chunk module, merge and dechunk know of the past.
+
+    All `[B, ...]`, None before a call.
 
     Attributes:
         last_key_GD: key of the last token. open_chunks: running merge of the open chunk.
-        smoothed_GD: last smoothed concept (and, behind it, the smoothed change of residual `delta`).
+        smoothed_GD: last smoothed concept (and, behind it, the smoothed change of residual
+            `delta`).
     """
 
     last_key_GD: Tensor | None = None
@@ -99,7 +108,8 @@ class ConceptCache(Cache):
 
     Attributes:
         token_lengths, concept_lengths: what each row holds at either level, Python integers.
-        padded_length: columns of the padded inputs seen so far, what transformers calls sequence length.
+        padded_length: columns of the padded inputs seen so far, what transformers calls sequence
+            length.
     """
 
     is_compileable = False
@@ -163,13 +173,14 @@ class ConceptCache(Cache):
         chosen = indices.tolist()
         self.token_lengths = tuple(self.token_lengths[i] for i in chosen)
         self.concept_lengths = tuple(self.concept_lengths[i] for i in chosen)
-        for part in (*self._stores(), self.chunk):
-            part.select(indices)
+        for store in self._stores():
+            store.select(indices)
+        self.chunk.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            "a ConceptMoE cache cannot drop tokens: a merged concept does not tell its tokens apart; "
-            "generate without assisted decoding"
+            "a ConceptMoE cache cannot drop tokens: a merged concept does not tell its tokens "
+            "apart; generate without assisted decoding"
         )
 
     @property

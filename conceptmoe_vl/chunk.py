@@ -43,7 +43,8 @@ class TokenKinds:
     """What the chunk module must know of each token beside its state.
 
     Attributes:
-        image_T: `[T]` bool, image tokens. forced_T: `[T]` bool, boundaries that are set, not learned.
+        image_T: `[T]` bool, image tokens. forced_T: `[T]` bool, boundaries that are set, not
+            learned.
         patches: places in the plane, None where the stream holds no image.
     """
 
@@ -58,8 +59,8 @@ class Boundaries:
 
     Attributes:
         probability_T: `[T]` float32 p_n. mask_T: `[T]` bool b_n.
-        parent_P: `[P]` stream index of each patch's parent in grid mode (itself for an image's first
-            patch); None in sequential mode or without images.
+        parent_P: `[P]` stream index of each patch's parent in grid mode (itself for an image's
+            first patch); None in sequential mode or without images.
         key_TD: `[T, D]` projected keys (None for routers without keys): the cache keeps the last.
     """
 
@@ -99,19 +100,19 @@ class ChunkModule(nn.Module):
             last_key_GD: key of the token before each document's first one here, for documents that
                 continue from a cache.
         """
-        grid = self.config.image_mode == "grid" and kinds.patches is not None
+        patches = kinds.patches if self.config.image_mode == "grid" else None
         unit_q, unit_k, key_TD = None, None, None
         if self.config.router == "cosine":
             key_TD = self.k_proj(h_TD)
             unit_q, unit_k = _unit(self.q_proj(h_TD)), _unit(key_TD)
         p_T = self._sequential_probability(h_TD, unit_q, unit_k, layout, last_key_GD)
         parent_P = None
-        if grid:
-            if unit_q is None:
+        if patches is not None:
+            if unit_q is None or unit_k is None:
                 unit_q = unit_k = _unit(h_TD)
-            p_P, parent_P = self._grid_probability(unit_q, unit_k, kinds.patches)
+            p_P, parent_P = self._grid_probability(unit_q, unit_k, patches)
             if self.config.router == "cosine":
-                p_T = p_T.index_put((kinds.patches.token_P,), p_P)
+                p_T = p_T.index_put((patches.token_P,), p_P)
         p_T = p_T.masked_fill(kinds.forced_T, 1.0)
         return Boundaries(p_T, self._decide(p_T.detach()), parent_P, key_TD)
 
@@ -130,8 +131,11 @@ class ChunkModule(nn.Module):
             return self.score(h_TD).float().squeeze(-1).sigmoid()
         if router == "fixed":
             # The position in the document, not the rotary one: it counts tokens already cached too.
-            n = _position_in_document(layout).double()
+            n = layout.place_T.double()
             return ((n / ratio).floor() != ((n - 1) / ratio).floor()).float()
+        # The cosine router has made them.
+        assert unit_q is not None
+        assert unit_k is not None
         before = unit_k.roll(1, 0)
         if last_key_GD is not None:
             before = before.index_put(
@@ -159,7 +163,7 @@ class ChunkModule(nn.Module):
         return (0.5 - 0.5 * best_P).clamp(0.0, 1.0), parent_P
 
     def _decide(self, p_T: Tensor) -> Tensor:
-        """b: by the threshold in evaluation, with the configured noise in training (section 3.1)."""
+        """b, section 3.1: by the threshold in evaluation, with the configured noise in training."""
         noise = (
             self.config.noise
             if self.training and self.config.router in ("cosine", "linear")
@@ -180,9 +184,3 @@ def sharpen(p: Tensor, tau: float) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return F.normalize(x.float(), dim=-1)
-
-
-def _position_in_document(layout: PackedLayout) -> Tensor:
-    past = torch.tensor(layout.past_lengths, device=layout.cu_seqlens.device)
-    offset = past - layout.cu_seqlens[:-1]
-    return torch.arange(layout.total, device=offset.device) + offset[layout.document_T]

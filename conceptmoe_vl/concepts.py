@@ -1,4 +1,4 @@
-"""From tokens to concepts and back: merging (section 3.2), smoothing (eq. 5) and plugging back (eq. 6).
+"""From tokens to concepts and back: merging (section 3.2), smoothing (eq. 5), plug-back (eq. 6).
 
 Notable: **a boundary closes its chunk**. With boundaries at 1, 3 and 6, c_1 = h_1, c_2 = h_2 + h_3,
 c_3 = h_4 + h_5 + h_6, and h_7 belongs to no concept yet (Figure 1).
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from conceptmoe_vl.chunk import Boundaries, TokenKinds
+from conceptmoe_vl.chunk import Boundaries, ImagePatches, TokenKinds
 from conceptmoe_vl.layout import PackedLayout
 
 
@@ -24,8 +25,10 @@ class ConceptMap:
     the carried concepts stand before the M new ones wherever an index says "extended".
 
     Attributes:
-        boundary_M: stream index of the token at which each concept stands (it closed it, or seeded it).
-        merged_into_T: concept that each token becomes part of; M + g for those still open in document g.
+        boundary_M: stream index of the token at which each concept stands (it closed it, or seeded
+            it).
+        merged_into_T: concept that each token becomes part of; M + g for those still open in
+            document g.
         read_T: extended index of the concept that each token reads, psi(n).
         previous_M: extended index of each concept's predecessor pi(m); itself where there is none.
         layout: the documents of the concept stream.
@@ -76,7 +79,7 @@ def map_concepts(
         first = closed_before[:-1][closed_before.diff() > 0]
         previous_M = previous_M.index_put((first,), document_T[boundary_M[first]])
     if boundaries.parent_P is not None and kinds.patches is not None:
-        region_P, previous_P = _regions(boundaries, kinds, closed_T)
+        region_P, previous_P = _regions(boundaries, kinds.patches, closed_T)
         token_P = kinds.patches.token_P
         merged_T = merged_T.index_put((token_P,), region_P)
         read_T = read_T.index_put((token_P,), region_P + carried)
@@ -93,13 +96,15 @@ def map_concepts(
     return ConceptMap(boundary_M, merged_T, read_T, previous_M, concept_layout, carried)
 
 
-def _regions(boundaries: Boundaries, kinds: TokenKinds, closed_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Region of every patch, and region of every patch's parent: chains of parents end in a seed."""
-    token_P = kinds.patches.token_P
+def _regions(
+    boundaries: Boundaries, patches: ImagePatches, closed_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Region of every patch, and of every patch's parent: chains of parents end in a seed."""
+    token_P = patches.token_P
     pointer_T = torch.arange(closed_T.shape[0], device=closed_T.device)
     parent_T = pointer_T.index_put((token_P,), boundaries.parent_P)
     root_T = torch.where(boundaries.mask_T, pointer_T, parent_T)
-    for _ in range(max(kinds.patches.longest - 1, 1).bit_length()):
+    for _ in range(max(patches.longest - 1, 1).bit_length()):
         root_T = root_T[root_T]
     region_T = closed_T[root_T] - 1
     return region_T[token_P], region_T[boundaries.parent_P]
@@ -127,8 +132,8 @@ def merge_tokens(
         open_chunks: what the documents carry over from earlier calls; None without a cache.
 
     Returns:
-        `[M, D]` concepts, and what is still open after this call (None without a cache or with `boundary`,
-        which needs no sums).
+        `[M, D]` concepts, and what is still open after this call (None without a cache or with
+        `boundary`, which needs no sums).
     """
     if merge == "boundary":
         return h_TD.index_select(0, concepts.boundary_M), open_chunks
@@ -181,9 +186,10 @@ def smooth(
 
 
 def doublings_for(concepts: ConceptMap, deterministic: bool) -> int | None:
-    """How many pointer doublings are exact: five where 1 - p is at most one half, else log2 of the longest.
+    """How many pointer doublings are exact.
 
-    On the CPU the scan looks itself when to stop, since that costs no synchronisation there.
+    Five where 1 - p is at most one half, else log2 of the longest. On the CPU the scan looks itself
+    when to stop, since that costs no synchronisation there.
     """
     if not concepts.boundary_M.is_cuda:
         return None
@@ -193,13 +199,16 @@ def doublings_for(concepts: ConceptMap, deterministic: bool) -> int | None:
 
 
 class _ForestScan(torch.autograd.Function):
-    """x = value + decay * x[previous], solved by pointer doubling; its transpose gives the gradient.
+    """x = value + decay * x[previous], solved by pointer doubling.
 
-    Written by hand because autograd would keep one [M, D] tensor for every doubling.
+    Its transpose gives the gradient. Written by hand because autograd would keep one [M, D] tensor
+    for every doubling.
     """
 
     @staticmethod
-    def forward(ctx, value, decay, previous, doublings):
+    def forward(
+        ctx: Any, value: Tensor, decay: Tensor, previous: Tensor, doublings: int | None
+    ) -> Tensor:
         ctx.doublings = doublings
         x, a, pointer = value, decay, previous
         for _ in _doubling_steps(decay, doublings):
@@ -211,7 +220,7 @@ class _ForestScan(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, decay, previous = ctx.saved_tensors
         y, a, pointer = grad, decay, previous
         for _ in _doubling_steps(decay, ctx.doublings):
@@ -235,7 +244,10 @@ def _matters(a: Tensor) -> bool:
 
 
 def plug_back(h_TD: Tensor, u_XD: Tensor, boundaries: Boundaries, concepts: ConceptMap) -> Tensor:
-    """Eq. 6: z_n = h_n + s_n u_psi(n), s_n = 1 with the gradient of the confidence in the decision taken."""
+    """Eq. 6: z_n = h_n + s_n u_psi(n).
+
+    s_n = 1 with the gradient of the confidence in the decision taken.
+    """
     p = boundaries.probability_T
     confidence_T = torch.where(boundaries.mask_T, p, 1.0 - p)
     straight_T = 1.0 + (confidence_T - confidence_T.detach())

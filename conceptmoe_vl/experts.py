@@ -1,7 +1,8 @@
 """Experts stored fused and computed by grouped matrix products.
 
-`gate_up_EDF` `[E, 2F, D]` and `down_EFD` `[E, D, F]` have the layout of transformers' fused experts, gate
-first: the checkpoints of Qwen3-MoE and its relatives convert without a copy in between.
+`gate_up_EDF` `[E, 2F, D]` and `down_EFD` `[E, D, F]` have the layout of transformers' fused
+experts, gate first: the checkpoints of Qwen3-MoE and its relatives convert without a copy in
+between.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SuppressTokensLogitsProcessor,
@@ -16,7 +18,7 @@ from conceptmoe_vl.cache import ConceptCache
 _IMAGE_INPUTS = ("pixel_values", "image_grid_hw", "patch_coord", "patch_valid")
 
 
-class ConceptMoEGenerationMixin:
+class ConceptMoEGenerationMixin(GenerationMixin):
     """Overrides of `GenerationMixin` for models with a [`ConceptCache`]."""
 
     def _prepare_cache_for_generation(
@@ -26,8 +28,8 @@ class ConceptMoEGenerationMixin:
         given = model_kwargs.pop(name, None)
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation='{generation_config.cache_implementation}' is not supported: this model "
-                "has its own two-level cache; leave the option out"
+                f"cache_implementation='{generation_config.cache_implementation}' is not "
+                "supported: this model has its own two-level cache; leave the option out"
             )
         if given is not None and not isinstance(given, ConceptCache):
             raise ValueError(
@@ -72,7 +74,10 @@ class ConceptMoEGenerationMixin:
         return inputs
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        """As transformers', and no image placeholder is ever generated: no image would stand behind it."""
+        """As transformers', and no image placeholder is ever generated.
+
+        No image would stand behind it.
+        """
         processors = super()._get_logits_processor(*args, **kwargs)
         if self.config.image_token_id is not None:
             processors.append(
@@ -119,7 +124,8 @@ class ConceptMoEGenerationMixin:
                 image += 1
             if count:
                 raise ValueError(
-                    f"row {row} has {counts[row]} image placeholders, which the image grids {sizes} do not add up to"
+                    f"row {row} has {counts[row]} image placeholders, "
+                    f"which the image grids {sizes} do not add up to"
                 )
             rows.append(images)
         return rows
@@ -134,6 +140,7 @@ class ConceptMoEGenerationMixin:
         """Repeats rows for beams and samples; images belong to rows and are repeated with them."""
         images = {name: kwargs.pop(name) for name in _IMAGE_INPUTS if kwargs.get(name) is not None}
         if expand_size > 1 and images:
+            assert input_ids is not None  # images come with the ids of their placeholders
             by_row = self._images_by_row(input_ids, images["image_grid_hw"])
             order = [image for row in by_row for _ in range(expand_size) for image in row]
             index = torch.tensor(order, device=input_ids.device)
@@ -149,10 +156,6 @@ class ConceptMoEGenerationMixin:
 
 def _cache_name() -> str:
     """The keyword under which this transformers hands the cache around."""
-    from inspect import signature
-
-    from transformers import GenerationMixin
-
     return (
         "cache"
         if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters

@@ -16,7 +16,8 @@ def token_kinds(
     """Modalities, forced boundaries and places in the plane of a packed stream.
 
     Args:
-        ids_T: token ids. layout: documents. grids: rows and columns of every image's tokens, in order.
+        ids_T: token ids. layout: documents. grids: rows and columns of every image's tokens, in
+            order.
 
     Raises:
         ValueError: placeholders and image tokens differ in number, or an image's run is broken.
@@ -44,8 +45,9 @@ def _patches(image_T: Tensor, layout: PackedLayout, grids: list[list[int]]) -> I
     sizes = [rows * columns for rows, columns in grids]
     if sum(sizes) != token_P.numel():
         raise ValueError(
-            f"the text has {token_P.numel()} image placeholders, but the {len(grids)} images given have "
-            f"{sum(sizes)} tokens; build the inputs with the processor, and do not cut through an image"
+            f"the text has {token_P.numel()} image placeholders, but the {len(grids)} images "
+            f"given have {sum(sizes)} tokens; build the inputs with the processor, and do not cut "
+            "through an image"
         )
     if not grids:
         return None
@@ -64,8 +66,8 @@ def _patches(image_T: Tensor, layout: PackedLayout, grids: list[list[int]]) -> I
     if broken.any():
         image = int(image_P[broken][0])
         raise ValueError(
-            f"the placeholders of image {image} ({grids[image][0]} x {grids[image][1]} tokens) do not stand "
-            "in one run of one document; build the inputs with the processor"
+            f"the placeholders of image {image} ({grids[image][0]} x {grids[image][1]} tokens) do "
+            "not stand in one run of one document; build the inputs with the processor"
         )
     return ImagePatches(token_P, index_P // columns_P, index_P % columns_P, columns_P, max(sizes))
 
@@ -80,5 +82,6 @@ def _check_marks(
     continued = (first_T == layout.cu_seqlens[layout.document_T[first_T]]) & (past > 0)
     if not (marked | continued).all():
         raise ValueError(
-            "an image must stand directly behind its vision start mark; build the inputs with the processor"
+            "an image must stand directly behind its vision start mark; "
+            "build the inputs with the processor"
         )

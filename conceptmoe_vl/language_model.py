@@ -1,4 +1,7 @@
-"""The ConceptMoE language model: encode, chunk, concept model, dechunk, decode (Figure 1 of the paper)."""
+"""The ConceptMoE language model: encode, chunk, concept model, dechunk, decode.
+
+See Figure 1 of the paper.
+"""
 
 from __future__ import annotations
 
@@ -102,6 +105,8 @@ class ConceptMoELanguageModel(nn.Module):
             open_chunks = state.open_chunks or _nothing_open(h_TD, len(layout.lengths))
             if boundaries.key_TD is not None:
                 state.last_key_GD = _last_of_documents(boundaries.key_TD, layout, state.last_key_GD)
+        if self.chunk_config.router == "none":  # every token is its own concept, whatever the merge
+            return boundaries, concepts, h_TD
         c_MD, open_chunks = merge_tokens(h_TD, concepts, self.chunk_config.merge, open_chunks)
         if state is not None:
             state.open_chunks = open_chunks
@@ -123,13 +128,13 @@ class ConceptMoELanguageModel(nn.Module):
         concepts: ConceptMap,
         cache: ConceptCache | None,
     ) -> tuple[Tensor, Tensor]:
-        """z `[T, D]` (eq. 5, 6), and the smoothed concepts that joint decoding reads (extended index)."""
+        """z `[T, D]` (eq. 5, 6), and the smoothed concepts for joint decoding (extended index)."""
         chunk = self.chunk_config
         delta = chunk.concept_residual == "delta"
         values = self.from_concept(changed_MC)
         if delta:
             change_MD = self.from_concept(changed_MC - self.to_concept(c_MD))
-            if chunk.router == "none" and chunk.joint_decoding_layers == 0 and cache is None:
+            if chunk.router == "none" and chunk.joint_decoding_layers == 0:
                 return h_TD + change_MD, values
             values = (
                 torch.cat((values, change_MD), dim=1) if chunk.joint_decoding_layers else change_MD

@@ -41,7 +41,7 @@ def rotary_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tens
 
 
 def rotate(x_TNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies the rotary embedding to heads, in the NeoX half layout that transformers' models use."""
+    """Applies the rotary embedding to heads, in the NeoX half layout of transformers' models."""
     cos, sin = (table.to(x_TNH.dtype) for table in rotary)
     first, second = x_TNH.chunk(2, dim=-1)
     return x_TNH * cos + torch.cat((-second, first), dim=-1) * sin
@@ -50,13 +50,14 @@ def rotate(x_TNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class JointDecoding(nn.Module):
     """What eq. 7 adds to a layer's queries, keys and values: W^c of the normalised concept.
 
-    The products run on the M concepts and are gathered for the T tokens afterwards, which is the same
-    and costs R times less.
+    The products run on the M concepts and are gathered for the T tokens afterwards, which is the
+    same and costs R times less.
     """
 
     def __init__(self, text: TextConfig) -> None:
         super().__init__()
         d, size = text.hidden_size, text.head_dim
+        assert size is not None  # TextConfig fills it in
         self.norm = RMSNorm(d, text.rms_norm_eps)
         self.q_proj = nn.Linear(d, text.num_attention_heads * size, bias=False)
         self.k_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
@@ -76,6 +77,7 @@ class Attention(nn.Module):
 
     def __init__(self, text: TextConfig, hidden_size: int, joint: bool) -> None:
         super().__init__()
+        assert text.head_dim is not None  # TextConfig fills it in
         self.head_dim = text.head_dim
         self.q_proj = nn.Linear(hidden_size, text.num_attention_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
@@ -113,7 +115,8 @@ class Layer(nn.Module):
     """Pre-norm attention and mixture of experts.
 
     Args:
-        text: shapes. concept: whether the layer belongs to C. joint: whether it reads the concept (eq. 7).
+        text: shapes. concept: whether the layer belongs to C. joint: whether it reads the concept
+            (eq. 7).
     """
 
     def __init__(self, text: TextConfig, concept: bool = False, joint: bool = False) -> None:
@@ -157,6 +160,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.schedule = schedule
+        assert text.head_dim is not None  # TextConfig fills it in
         self.theta, self.head_dim = text.rope_theta, text.head_dim
         self.gradient_checkpointing = False
 

@@ -1,6 +1,7 @@
 """The one packed layout: a stream of T tokens (or M concepts), documents end to end, no padding.
 
-A `PackedLayout` is made once a level and call, and travels with the states instead of loose arguments.
+A `PackedLayout` is made once a level and call, and travels with the states instead of loose
+arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PackedLayout:
         positions_T: Tensor | None = None,
         rows: tuple[int, ...] | None = None,
     ) -> PackedLayout:
-        """A layout of documents of these lengths; positions count from each document's past length."""
+        """A layout of documents of these lengths; positions count from each one's past length."""
         lengths = tuple(lengths)
         past = past_lengths or (0,) * len(lengths)
         counts = torch.tensor((0, *lengths), dtype=torch.int32, device=device)
@@ -65,10 +66,11 @@ class PackedLayout:
             ValueError: the offsets do not rise from 0 to `total`.
         """
         offsets = cu_seqlens.tolist()
-        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(offsets)]
         if not offsets or offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
             raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens ({total}), got {offsets[:3]} ... {offsets[-1:]}"
+                f"cu_seqlens must rise from 0 to the number of tokens ({total}), "
+                f"got {offsets[:3]} ... {offsets[-1:]}"
             )
         return cls.from_lengths(lengths, cu_seqlens.device)
 
@@ -97,9 +99,9 @@ class PackedLayout:
         """Documents of similar length together, for kernels that take rectangular batches.
 
         Returns:
-            Entries of (documents, padded length, where their tokens lie: a slice, or indices that repeat
-            a document's last token as padding), and `[T]` where each token stands in the batches end to
-            end; None where that is the stream's own order.
+            Entries of (documents, padded length, where their tokens lie: a slice, or indices that
+            repeat a document's last token as padding), and `[T]` where each token stands in the
+            batches end to end; None where that is the stream's own order.
         """
         filled = [(length, int(i)) for i, length in enumerate(self.lengths) if length]
         offsets = [0, *itertools.accumulate(self.lengths)]
@@ -128,6 +130,13 @@ class PackedLayout:
         moved = torch.tensor(place, device=self.cu_seqlens.device) - self.cu_seqlens[:-1]
         place_T = torch.arange(self.total, device=moved.device) + moved[self.document_T]
         return entries, place_T
+
+    @cached_property
+    def place_T(self) -> Tensor:
+        """`[T]` int64: each token's place in its document, what a cache holds of it included."""
+        past = torch.tensor(self.past_lengths, device=self.cu_seqlens.device)
+        offset = past - self.cu_seqlens[:-1]
+        return torch.arange(self.total, device=offset.device) + offset[self.document_T]
 
     @cached_property
     def starts(self) -> Tensor:

@@ -1,12 +1,13 @@
 """The losses: chunked cross entropy, ratio loss (eq. 4), balance loss and z-loss of the routers.
 
-Statistics are summed over all tokens of all modalities and samples on every data-parallel rank, so that
-the gradient is that of one process that holds the whole batch (DESIGN.md 3.5).
+Statistics are summed over all tokens of all modalities and samples on every data-parallel rank, so
+that the gradient is that of one process that holds the whole batch (DESIGN.md 3.5).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ _LOGIT_ENTRIES = 1 << 22
 def sum_over_ranks(local: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over data-parallel ranks; its gradient is world size times the local one.
 
-    Gradients are averaged over ranks afterwards, so the result is the gradient of the whole sum. One
-    collective; every rank must call it equally often.
+    Gradients are averaged over ranks afterwards, so the result is the gradient of the whole sum.
+    One collective; every rank must call it equally often.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return local
@@ -43,7 +44,8 @@ class AuxiliaryLosses:
 
     Attributes:
         ratio, balance, router_z: the losses.
-        tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by modality.
+        tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by
+            modality.
         load_LE: share of slots per executed MoE layer, a list of `[E]` tensors.
     """
 
@@ -105,7 +107,10 @@ def auxiliary_losses(
 def _ratio_sums(
     chunk: ChunkConfig, boundaries: Boundaries, image_T: Tensor, layout: PackedLayout
 ) -> Tensor:
-    """`[8]`: sums of p, b and 1 over text, then over image tokens; sum over documents of their own loss, and G."""
+    """`[8]`: sums of p, b and 1 over text, then over image tokens.
+
+    Then the sum over documents of their own loss, and G.
+    """
     p_T, b_T = boundaries.probability_T.double(), boundaries.mask_T.double()
     image = image_T.double()
     rows = torch.stack((p_T, b_T, torch.ones_like(p_T)))
@@ -147,8 +152,8 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Summed and single token losses without ever holding `[S, V]` logits.
 
-    The gradient is made chunk by chunk together with the loss, while a chunk's logits exist: memory stays
-    at one chunk and no product is computed twice.
+    The gradient is made chunk by chunk together with the loss, while a chunk's logits exist: memory
+    stays at one chunk and no product is computed twice.
 
     Args:
         h_SD: states of the supervised positions. weight_VD: head. target_S: ids to predict.
@@ -161,7 +166,9 @@ def chunked_cross_entropy(
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_SD, weight_VD, target_S):
+    def forward(
+        ctx: Any, h_SD: Tensor, weight_VD: Tensor, target_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(h_SD)
         weight = weight_VD.to(dtype)
         needs_h, needs_weight = ctx.needs_input_grad[:2]
@@ -181,11 +188,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad = logits.sub_(norm).exp_()
             grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
             grad = grad.to(dtype)
-            if needs_h:
+            if grad_h is not None:
                 grad_h[part] = grad @ weight
-            if needs_weight and dtype == torch.float32:
+            if grad_weight is not None and dtype == torch.float32:
                 grad_weight.addmm_(grad.T, h)
-            elif needs_weight:
+            elif grad_weight is not None:
                 grad_weight += grad.T @ h
         ctx.save_for_backward(grad_h, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
@@ -193,7 +200,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return losses.sum(), losses
 
     @staticmethod
-    def backward(ctx, grad_sum, _):
+    def backward(
+        ctx: Any, grad_sum: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         grad_h, grad_weight = ctx.saved_tensors
         grad_h = None if grad_h is None else grad_h * grad_sum.to(grad_h.dtype)
         grad_weight = None if grad_weight is None else (grad_weight * grad_sum).to(ctx.weight_dtype)

@@ -1,4 +1,7 @@
-"""The mixture-of-experts block: router in float32, fused experts, optional shared experts (DESIGN.md 3.6)."""
+"""The mixture-of-experts block: float32 router, fused experts, optional shared ones.
+
+DESIGN.md 3.6.
+."""
 
 from __future__ import annotations
 

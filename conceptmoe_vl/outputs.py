@@ -16,7 +16,8 @@ class ChunkOutput(ModelOutput):
 
     Attributes:
         boundary_prob: `[T]` float32 p. boundary_mask: `[T]` bool b.
-        concept_index: `[T]` concept that each token reads, counted in this call; -1: one of an earlier call.
+        concept_index: `[T]` concept that each token reads, counted in this call; -1: one of an
+            earlier call.
         cu_seqlens: `[G + 1]` document offsets.
         ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens.
     """
@@ -38,8 +39,8 @@ class ConceptMoEVLOutput(ModelOutput):
             balance_loss, router_z_loss: each unweighted.
         logits: `[B, N, V]`, or `[T, V]` for packed inputs; None in training unless asked for.
         cache: the two-level cache. chunks: the chunking.
-        lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions: `[S]`
-            their indices in the packed order.
+        lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions:
+            `[S]` their indices in the packed order.
         expert_load: share of slots `[executed layers, E]` by stage: encoder, concept, decoder.
     """
 

@@ -1,4 +1,7 @@
-"""The vision tower (any plain or NaFlex ViT of timm) and the projector into the language model's width."""
+"""The vision tower and the projector into the language model's width.
+
+The tower is any plain or NaFlex ViT of timm.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,14 @@ from conceptmoe_vl.configuration import VisionConfig
 def conceptmoe_vit_conv(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """A small ViT whose patches come from three strided convolutions: it learns from few images.
 
-    Args (beside VisionTransformer's own): patch_size 8 (fixed by the strides), embed_dim, depth, num_heads.
-    The norms of the stem are LayerNorms: statistics of a batch would make images depend on each other.
+    Args (beside VisionTransformer's own): patch_size 8 (fixed by the strides), embed_dim, depth,
+    num_heads. The norms of the stem are LayerNorms: statistics of a batch would make images depend
+    on each other.
     """
     if pretrained:
         raise ValueError(
-            "vision.model conceptmoe_vit_conv has no pretrained weights; set vision.pretrained: false"
+            "vision.model conceptmoe_vit_conv has no pretrained weights; "
+            "set vision.pretrained: false"
         )
     for unused in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
         kwargs.pop(unused, None)
@@ -49,7 +54,7 @@ def conceptmoe_vit_conv(pretrained: bool = False, **kwargs: Any) -> VisionTransf
 
 @dataclasses.dataclass(frozen=True)
 class VisionGeometry:
-    """What the image processor must know of a tower: pixels per patch edge and the normalisation."""
+    """What the image processor must know of a tower: pixels per patch edge, the normalisation."""
 
     patch_size: int
     mean: tuple[float, ...]
@@ -58,7 +63,7 @@ class VisionGeometry:
 
 
 def vision_geometry(config: VisionConfig) -> VisionGeometry:
-    """Geometry of a configured tower; the timm model is built on the meta device, no weight is made.
+    """Geometry of a configured tower; the timm model is built on the meta device, without weights.
 
     Raises:
         ValueError: timm does not know the model, or it is no ViT.
@@ -109,9 +114,11 @@ def build_tower(config: VisionConfig) -> nn.Module:
         arguments.setdefault("img_size", config.image_size)
     if config.size_policy == "native" and "naflex" not in config.model:
         raise ValueError(
-            f"vision.size_policy native needs a NaFlex model (naflexvit_...), vision.model is '{config.model}'"
+            f"vision.size_policy native needs a NaFlex model (naflexvit_...), "
+            f"vision.model is '{config.model}'"
         )
-    # On the meta device a checkpoint follows that holds the tower: nothing is to be downloaded then.
+    # On the meta device a checkpoint follows that holds the tower: nothing is to be downloaded
+    # then.
     pretrained = config.pretrained and torch.empty(0).device.type != "meta"
     model = timm.create_model(config.model, pretrained=pretrained, **arguments)
     if not hasattr(model, "blocks") or not hasattr(model, "forward_intermediates"):
@@ -154,7 +161,8 @@ class VisionTower(nn.Module):
 
         Args:
             pixel_values: `[I, 3, S, S]`, or `[I, N, patch * patch * 3]` with native aspect.
-            grids: rows and columns of each image's tokens. patch_coord, patch_valid: native aspect only.
+            grids: rows and columns of each image's tokens. patch_coord, patch_valid: native aspect
+                only.
         """
         self._choose_attention(pixel_values)
         arguments: dict[str, Any] = {}
@@ -171,7 +179,10 @@ class VisionTower(nn.Module):
         return self._to_tokens(features, grids)
 
     def _choose_attention(self, pixel_values: Tensor) -> None:
-        """Few patches on CPU: plain products, 6 times faster than the fused kernel in bfloat16 (64 patches)."""
+        """Few patches on CPU: plain products.
+
+        They are 6 times faster than the fused kernel in bfloat16 (64 patches).
+        """
         patches = pixel_values[0].numel() // (3 * self.patch_size**2)
         fused = pixel_values.device.type != "cpu" or patches > SHORT
         for block in self.model.blocks:
