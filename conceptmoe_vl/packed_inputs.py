@@ -50,7 +50,9 @@ class PackedInputs:
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: ConceptCache | None
     ) -> None:
         rows, columns = input_ids.shape
-        past = cache.token_lengths if cache is not None and cache.token_lengths else None
+        if cache is not None:
+            cache.begin(rows)  # refuses another number of rows before their lengths are used
+        past = None if cache is None else cache.token_lengths
         if attention_mask is None:
             kept = torch.ones_like(input_ids, dtype=torch.bool)
         elif attention_mask.dim() != 2 or attention_mask.shape[1] < columns:
