@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,21 @@ def _new_processor(
         _require_folder(wanted.path, "model.tokenizer.path")
         tokenizer = AutoTokenizer.from_pretrained(wanted.path)
     else:
-        try:
+        with _mistakes_of("model.tokenizer"):
             tokenizer = train_tokenizer(texts(wanted.max_samples), wanted.vocab_size)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"model.tokenizer: {error}") from error
-    return build_processor(_model_config(section, {}), tokenizer)
+    with _mistakes_of("model.vision"):
+        return build_processor(_model_config(section, {}), tokenizer)
+
+
+@contextlib.contextmanager
+def _mistakes_of(section: str) -> Iterator[None]:
+    """Turns a refused value of the model's code into the mistake of a configuration section."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"configuration section '{section}': {error}") from error
 
 
 def _require_folder(path: str, key: str) -> None:
@@ -92,10 +101,8 @@ def _model_config(section: ModelSection, token_ids: dict[str, int]) -> ConceptMo
         base = ConceptMoEVLConfig.from_pretrained(section.init_from).to_dict()
         for name in _SECTIONS:
             given[name] = base[name] if not given[name] else {**(base[name] or {}), **given[name]}
-    try:
+    with _mistakes_of("model"):
         return ConceptMoEVLConfig(**given, **token_ids)
-    except ValueError as error:
-        raise UserError(f"configuration section 'model': {error}") from error
 
 
 def model_config(section: ModelSection, processor: ConceptMoEVLProcessor) -> ConceptMoEVLConfig:

@@ -30,6 +30,13 @@ def _require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def _require_known(given: Any, known: Any, where: str) -> None:
+    try:
+        check_known_keys(given, known, where)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 @dataclasses.dataclass
 class TokenizerSection:
     """Where the tokenizer comes from.
@@ -183,8 +190,8 @@ class TrainingConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"training.betas is {self.betas}; give two numbers from 0 to below 1",
         )
-        check_known_keys(self.part_learning_rates, PARTS, "training.part_learning_rates")
-        check_known_keys(self.freeze, PARTS, "training.freeze")
+        _require_known(self.part_learning_rates, PARTS, "training.part_learning_rates")
+        _require_known(self.freeze, PARTS, "training.freeze")
 
 
 @dataclasses.dataclass
@@ -264,10 +271,7 @@ def from_mapping(kind: Any, values: Any, where: str) -> Any:
         f"configuration section '{where or 'top level'}' is {values!r}; give a mapping",
     )
     hints = typing.get_type_hints(kind)
-    try:
-        check_known_keys(values, hints, where or "config")
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    _require_known(values, hints, where or "config")
     prefix = f"{where}." if where else ""
     for field in dataclasses.fields(kind):
         absent = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from .run_files import replace_folder
 
@@ -70,6 +71,7 @@ def export_model(
     beside.mkdir(parents=True)
     if generation:
         model.generation_config.update(**generation)
+    transformers_logging.disable_progress_bar()  # the reporter speaks of the export
     model.save_pretrained(beside, state_dict=weights)
     if processor is not None:
         processor.save_pretrained(beside)

@@ -125,6 +125,12 @@ def _size(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
 
 
+def recompute_layers(model: nn.Module) -> None:
+    """Switches activation checkpointing on, under the name of either transformers version."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
+
+
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW whose next step can be cancelled.
 

@@ -29,7 +29,7 @@ from .distributed import World, ensure_folder, gather_objects, sum_over_ranks, w
 from .engine import build_engine
 from .export import export_model
 from .metrics import StepStatistics, peak_memory_bytes
-from .parameters import freeze_parts, summarise_parts
+from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
 from .run_files import append_line, drop_lines_after, random_state, set_random_state, set_seed
 from .schedule import learning_rate_factor, run_progress
@@ -77,7 +77,7 @@ class Trainer:
         self._image_token_id = getattr(getattr(model, "config", None), "image_token_id", None)
         freeze_parts(model, config.freeze)
         if config.activation_checkpointing:
-            model.gradient_checkpointing_enable()
+            recompute_layers(model)
         self.reporter = Reporter(world.is_main)
         self.reporter.show_parts(summarise_parts(model, config), config.engine)
         self.engine = build_engine(model, config, world)
@@ -119,7 +119,7 @@ class Trainer:
             UserError: the loss or gradient was not finite `max_nonfinite_steps` times in a row.
         """
         started = time.perf_counter()
-        batches = list(itertools.islice(self._batches, self.config.gradient_accumulation_steps))
+        batches = self._fetch()
         waited = time.perf_counter() - started
         supervised = self._count(batches)
         if supervised is None:
@@ -155,6 +155,17 @@ class Trainer:
             if self.world.is_main:
                 append_line(self.run_dir / "metrics.jsonl", metrics)
         return metrics
+
+    def _fetch(self) -> list[Any]:
+        """The micro-batches of a step; fewer when the stream ends.
+
+        A data loader that starts its workers draws from torch's generator, which happens at another
+        step in a resumed run. Put back here, reading data never changes what the model samples.
+        """
+        before = torch.get_rng_state()
+        batches = list(itertools.islice(self._batches, self.config.gradient_accumulation_steps))
+        torch.set_rng_state(before)
+        return batches
 
     def _count(self, batches: list[Any]) -> float | None:
         """Supervised tokens of the step over all ranks; advances the run's counters.

@@ -90,11 +90,13 @@ def reference(tmp_path: Path, **spec) -> list[dict]:
     return run({"name": "reference", "engine": "torch", **spec}, tmp_path, world)["metrics"]
 
 
-def assert_same(found: list[dict], expected: list[dict], names=("loss", "lm_loss", "grad_norm")):
+def assert_same(
+    found: list[dict], expected: list[dict], names=("loss", "lm_loss", "grad_norm"), rel=2e-5
+):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for name in names:
         values = [line[name] for line in found]
-        assert values == pytest.approx([line[name] for line in expected], rel=2e-5), name
+        assert values == pytest.approx([line[name] for line in expected], rel=rel), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -182,7 +184,8 @@ def test_one_process_under_deepspeed_gives_plain_torch(tmp_path):
     specs.append({"name": "low", "precision": "bfloat16"})
     (rank_0,) = launch(specs, tmp_path, processes=1)
     expected = reference(tmp_path)
-    assert rank_0["one-0"]["metrics"][-1]["loss"] == expected[-1]["loss"]  # bit for bit
-    assert_same(rank_0["one-2"]["metrics"], expected)
+    for name in ("one-0", "one-2"):
+        assert_same(rank_0[name]["metrics"], expected, rel=1e-6)
     low = reference(tmp_path, name="reference-low", precision="bfloat16")
-    assert_same(rank_0["low"]["metrics"], low)
+    # A last bit of float32 decides how a bfloat16 rounds, so that paths part after the first step.
+    assert_same(rank_0["low"]["metrics"], low, rel=5e-3)

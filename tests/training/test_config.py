@@ -1,0 +1,115 @@
+"""Run configurations: YAML, overrides, and what a mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.training.config import TrainingConfig, apply_overrides, load_run_config
+from conceptmoe_vl.training.engine import deepspeed_config, read_deepspeed_config, zero_stage
+from conceptmoe_vl.training.yaml_io import parse_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = {"run_dir": "r", "model": {}, "data": {"shards": "x"}, "training": {"max_steps": 5}}
+
+
+@pytest.fixture
+def path(tmp_path):
+    def write(values: dict | str) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+        return file
+
+    return write
+
+
+def test_resolved_configuration_is_a_valid_input(path, tmp_path):
+    config = load_run_config(path(MINIMAL), ["training.learning_rate=3e-4", "model.text.k=[1, 2]"])
+    assert config.training.learning_rate == 3e-4
+    assert config.model.text == {"k": [1, 2]}
+    config.save(tmp_path / "out" / "config.yaml")
+    assert load_run_config(tmp_path / "out" / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_step=3", r"'training.max_step'; the nearest known key is 'max_steps'"),
+        ("trainin.max_steps=3", r"'config.trainin'; the nearest known key is 'training'"),
+        ("model.tokenizer.vocabsize=3", "nearest known key is 'vocab_size'"),
+        ("training.max_steps=many", "'training.max_steps' is 'many'; its type is int or null"),
+        ("training.checkpoint_at_end=1", "its type is bool"),
+        ("training.log_every=true", "its type is int"),
+        ("training.learning_rate=-1", "must not be negative"),
+        ("training.engine=jax", "choose one of"),
+        ("training.part_learning_rates.visio=1e-4", "nearest known key is 'vision'"),
+        ("training.freeze=[visio]", "nearest known key is 'vision'"),
+        ("training.max_steps.x=1", "is 5, not a section"),
+        ("training.max_steps=null", "the run has no end"),
+        ("training.max_steps", "is no override; write key=value"),
+        ("training.betas=[0.9", "is no valid YAML"),
+        ("training=3", "give a mapping"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_key(path, override, message):
+    with pytest.raises(UserError, match=message.replace("[", r"\[")) as caught:
+        load_run_config(path(MINIMAL), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_section_and_file(path, tmp_path):
+    with pytest.raises(UserError, match="'run_dir' is missing"):
+        load_run_config(path({"model": {}, "data": {}, "training": {"max_steps": 1}}))
+    with pytest.raises(UserError, match="cannot read the configuration"):
+        load_run_config(tmp_path / "absent.yaml")
+    with pytest.raises(UserError, match="not a mapping"):
+        load_run_config(path("- 1\n"))
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "3E-4", "+3e-4"])
+def test_exponents_are_numbers(text):
+    assert parse_yaml(text, "test") == 3e-4
+
+
+def test_a_key_given_twice_is_an_error():
+    with pytest.raises(UserError, match="'a' is given twice at line 2"):
+        parse_yaml("a: 1\na: 2\n", "test")
+
+
+def test_overrides_make_sections_that_are_absent():
+    assert apply_overrides({"a": None}, ["a.b.c=1"]) == {"a": {"b": {"c": 1}}}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configurations_are_valid(path):
+    from conceptmoe_vl.training.build import _model_config
+    from data_pipelines.config import DataConfig
+
+    config = load_run_config(path)
+    ids = {"image_token_id": 4, "vision_start_token_id": 3, "vision_end_token_id": 5}
+    _model_config(config.model, ids)
+    DataConfig.from_mapping(config.data)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shipped_deepspeed_configurations(stage):
+    file = str(ROOT / "configs" / "deepspeed" / f"zero{stage}.json")
+    assert zero_stage(TrainingConfig(max_steps=1, deepspeed=file)) == stage
+
+
+def test_deepspeed_settings_that_training_owns_are_refused():
+    with pytest.raises(UserError, match=r"sets 'bf16', which this project sets from training.prec"):
+        read_deepspeed_config({"bf16": {"enabled": True}})
+    values = read_deepspeed_config({"gradient_clipping": "auto", "wall_clock_breakdown": False})
+    assert values == {"wall_clock_breakdown": False}
+    with pytest.raises(UserError, match="stage is 4"):
+        zero_stage(TrainingConfig(max_steps=1, deepspeed={"zero_optimization": {"stage": 4}}))
+
+
+def test_bfloat16_keeps_communication_in_float32():
+    values = deepspeed_config(TrainingConfig(max_steps=1, gradient_accumulation_steps=3))
+    assert values["torch_autocast"]["lower_precision_safe_modules"] == []
+    assert values["gradient_accumulation_steps"] == 3

@@ -1,0 +1,199 @@
+"""train.py from shards to a loadable model, resumed, interrupted, and with a user's mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import tarfile
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import train
+from conceptmoe_vl.training import Trainer, World, load_run_config
+from conceptmoe_vl.training import distributed as processes
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 230)}
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def write_shard(path, samples: int) -> None:
+    """Pictures of one colour with a question, every fourth sample text alone."""
+    rng = np.random.default_rng(0)
+    with tarfile.open(path, "w") as tar:
+        for number in range(samples):
+            name = list(COLOURS)[number % 3]
+            question = [{"type": "text", "text": f"what colour is number {number}?"}]
+            if number % 4:
+                noise = rng.integers(-20, 20, (24, 24, 3))
+                pixels = np.clip(np.array(COLOURS[name]) + noise, 0, 255).astype(np.uint8)
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, "PNG")
+                add_member(tar, f"s{number:04d}.img0.png", file.getvalue())
+                question.insert(0, {"type": "image"})
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": name},
+            ]
+            record = {"messages": messages, "source": "text" if number % 4 == 0 else "pictures"}
+            add_member(tar, f"s{number:04d}.json", json.dumps(record).encode())
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    write_shard(tmp_path / "train-000000.tar", 24)
+    values = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {
+            "tokenizer": {"vocab_size": 300},
+            "text": {
+                "hidden_size": 32,
+                "encoder_layers": 1,
+                "concept_layers": 1,
+                "decoder_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "num_experts": 4,
+                "moe_intermediate_size": 16,
+            },
+            "chunk": {"image_mode": "grid"},
+            "vision": {
+                "model": "conceptmoe_vit_conv",
+                "model_args": {"embed_dim": 32, "depth": 1, "num_heads": 2},
+                "image_size": 24,
+            },
+        },
+        "data": {"shards": str(tmp_path / "train-*.tar"), "tokens_per_batch": 128},
+        "training": {"engine": "torch", "device": "cpu", "max_steps": 4, "log_every": 1},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Puts signal handlers back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def program(config_file, *overrides: str) -> int:
+    return train.main(["--config", str(config_file), *overrides])
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def test_from_shards_to_a_model_that_answers(config_file, tmp_path):
+    held_out = [f"evaluation.data.shards={tmp_path / 'train-*.tar'}", "evaluation.batches=2"]
+    assert program(config_file, *held_out) == 0
+    run = tmp_path / "run"
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    assert set(metrics(run)[-1]["lm_loss_by_source"]) <= {"text", "pictures"}
+    assert len((run / "evaluation.jsonl").read_text().splitlines()) == 1
+    model = AutoModelForImageTextToText.from_pretrained(run / "model")
+    processor = AutoProcessor.from_pretrained(run / "model")
+    part = {"type": "image", "image": Image.new("RGB", (24, 24), COLOURS["red"])}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "what colour?"}]}]
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True)
+    out = model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    assert out.shape[1] > inputs["input_ids"].shape[1]
+    assert load_run_config(run / "config.yaml").model.text["vocab_size"] % 64 == 0
+
+
+def test_the_same_command_again_trains_no_further(config_file, tmp_path):
+    assert program(config_file) == 0
+    before = metrics(tmp_path / "run")
+    assert program(config_file) == 0
+    assert metrics(tmp_path / "run") == before
+    assert program(config_file, "training.max_steps=5") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resume_gives_the_unbroken_run(config_file, tmp_path, workers):
+    def trainer(name: str) -> Trainer:
+        overrides = [f"run_dir={tmp_path / name}", f"data.num_workers={workers}"]
+        world = processes.start("torch", "cpu")
+        return train.build_trainer(load_run_config(config_file, overrides), world)
+
+    straight = trainer("straight")
+    expected = [straight.step() for _ in range(6)]
+    stopped = trainer("stopped")
+    for _ in range(3):
+        stopped.step()
+    stopped.save_checkpoint()
+    resumed = trainer("stopped")
+    found = [resumed.step() for _ in range(3)]
+    for name in ("step", "loss", "grad_norm", "samples", "tokens", "epoch"):
+        assert [line[name] for line in found] == [line[name] for line in expected[3:]], name
+
+
+def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatch):
+    original = Trainer.step
+
+    def interrupted(self):
+        if self.step_number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert program(config_file) == 128 + signal.SIGINT
+    assert not (tmp_path / "run" / "model").exists()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    monkeypatch.setattr(Trainer, "step", original)
+    assert program(config_file) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_step=1", "the nearest known key is 'max_steps'"),
+        ("data.shard=x", "the nearest known key is 'shards'"),
+        ("model.text.hiden_size=32", "the nearest known key is 'hidden_size'"),
+        ("model.vision.model=no_such_vit", "no_such_vit"),
+        ("model.text.vocab_size=10", "but the tokenizer has"),
+        ("model.tokenizer.vocab_size=10", "section 'model.tokenizer': tokenizer vocab_size is 10"),
+        ("model.init_from=/no/such/folder", "which is no folder"),
+        ("data.shards=/no/such-*.tar", "/no/such-*.tar"),
+    ],
+)
+def test_mistakes_give_one_line_and_status_2(config_file, capsys, override, message):
+    assert program(config_file, override) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_another_model_in_the_same_folder_is_refused(config_file, capsys):
+    assert program(config_file) == 0
+    assert program(config_file, "model.text.num_experts=8") == 2
+    assert "model.text.num_experts is 4, now it is 8" in capsys.readouterr().err
+
+
+def test_many_processes_need_deepspeed(config_file, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert program(config_file) == 2
+    assert "the launcher started 2" in capsys.readouterr().err
+
+
+def test_missing_deepspeed_is_said_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install deepspeed, or train with training\.engine"):
+        processes.start("deepspeed", "cpu")
+    assert isinstance(processes.start("torch", "cpu"), World)

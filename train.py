@@ -1,0 +1,116 @@
+"""Trains a model.
+
+    python train.py --config configs/easy_vqa.yaml [key=value ...]      one process
+    torchrun --nproc_per_node 2 train.py --config ...                   several, CPU (gloo) or GPU
+    (nccl) deepspeed train.py --config ...                                     several GPUs and
+    nodes
+
+A run writes one folder (see docs/training.md); the same command again resumes it.
+"""
+
+from __future__ import annotations
+
+import conceptmoe_vl_runtime
+
+conceptmoe_vl_runtime.setup()
+
+# ruff: noqa: E402  (the lines above must run before torch is imported)
+import argparse
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.training import RunConfig, Trainer, World, distributed, load_run_config
+from conceptmoe_vl.training.build import build_model, prepare_processor, require_same_model
+from data_pipelines.config import DataConfig
+from data_pipelines.shards import iter_texts
+from data_pipelines.stream import build_stream
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a ConceptMoE-VL model from a YAML configuration.",
+        epilog="Overrides take dotted keys: training.max_steps=100 model.chunk.target_ratio=4",
+    )
+    parser.add_argument("--config", required=True, help="YAML file, as configs/easy_vqa.yaml")
+    # the deepspeed launcher's
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
+    return parser.parse_args(arguments)
+
+
+def held_out_batches(
+    config: RunConfig, processor: Any, world: World
+) -> Callable[[], Iterator[Any]] | None:
+    """Makes fresh held-out batches of this rank, in a fixed order and without augmentation."""
+    if config.evaluation.data is None:
+        return None
+    plain = {"shuffle": False, "augment": "none", "num_workers": 0, "epochs": None}
+    settings = DataConfig.from_mapping({**config.data, **plain, **config.evaluation.data})
+
+    def batches() -> Iterator[Any]:
+        stream = build_stream(settings, processor, world.rank, world.size)
+        return itertools.islice(iter(stream), config.evaluation.batches)
+
+    return batches
+
+
+def build_trainer(config: RunConfig, world: World) -> Trainer:
+    """Processor, model, stream and trainer of a run; resumes it if it has a checkpoint."""
+    require_same_model(config)
+    data = DataConfig.from_mapping(config.data)
+    processor = prepare_processor(config, world, lambda limit: iter_texts(data.shards, limit))
+    model = build_model(config, processor)
+    stream = build_stream(data, processor, world.rank, world.size)
+    trainer = Trainer(
+        model,
+        stream,
+        config.training,
+        config.run_dir,
+        world,
+        processor=processor,
+        generation=config.model.generation,
+        held_out=held_out_batches(config, processor, world),
+        evaluate_every=config.evaluation.every,
+    )
+    trainer.resume()
+    if world.is_main:
+        config.save(Path(config.run_dir) / "config.yaml")
+    return trainer
+
+
+def train(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    parsed = parse_arguments(arguments)
+    config = load_run_config(parsed.config, parsed.overrides)
+    training = config.training
+    world = distributed.start(
+        training.engine, training.device, training.timeout_minutes, training.threads
+    )
+    trainer = build_trainer(config, world)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, trainer.request_stop)
+    trainer.train()
+    if trainer.stopped_by is not None:
+        return 128 + trainer.stopped_by
+    trainer.export()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`train`, with a user's mistakes as one line and the process group left in any case."""
+    try:
+        return train(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
