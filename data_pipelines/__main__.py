@@ -99,6 +99,8 @@ def _show(options: Any) -> int:
     from data_pipelines.reports import show
 
     show(options.shards, options.key, _processor(options), Console(soft_wrap=True))
+    if options.model is None:
+        print("tokenizer: trained on these shards (--model names a model's)", file=sys.stderr)
     return 0
 
 
@@ -108,7 +110,6 @@ def _processor(options: Any) -> Any:
     from data_pipelines.shards import iter_texts
 
     if options.model is None:
-        print("tokenizer: trained on these shards (--model names a model's)", file=sys.stderr)
         tokenizer = train_tokenizer(iter_texts(options.shards, max_samples=1000), 1024)
         return ConceptMoEVLProcessor(ConceptMoEVLImageProcessor(), tokenizer)
     if not Path(options.model).is_dir():

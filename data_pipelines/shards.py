@@ -153,7 +153,7 @@ def scan_shard(shard: str) -> tuple[list[IndexedSample], str | None]:
         if not _is_end_mark(shard, end):
             fault = f"it ends early or is damaged at byte {end} of {size}"
     except (tarfile.TarError, EOFError) as error:
-        fault = f"it ends early or is damaged behind byte {end} of {size} ({error})"
+        fault = f"it ends early or is damaged behind byte {min(end, size)} of {size} ({error})"
     except OSError as error:
         raise UserError(f"shard '{shard}' cannot be read ({error}); check the file") from error
     if fault is not None:

@@ -1,0 +1,94 @@
+"""`python -m data_pipelines`: output, exit status, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conceptmoe_vl.processing import register
+from data_pipelines.__main__ import main
+from data_pipelines.shards import ShardReader, index_shards
+from tests.data_pipelines.conftest import toy_shards
+
+
+def failure(capsys, *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_easy_vqa_is_built_whole(tmp_path, capsys):
+    package = pytest.importorskip("easy_vqa")
+    out = tmp_path / "easy_vqa"
+    assert main(["build", "easy_vqa", str(out), "--samples-per-shard", "1500"]) == 0
+    assert "4,000 samples, 38,575 questions, 3 shards" in capsys.readouterr().out
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["splits"]["test"]["questions"] == 9673
+    for split, questions, paths in (
+        ("train", package.get_train_questions(), package.get_train_image_paths()),
+        ("test", package.get_test_questions(), package.get_test_image_paths()),
+    ):
+        index = index_shards([str(out / f"{split}-*.tar")])
+        reader = ShardReader()
+        found = []
+        for sample in index.samples:
+            record = json.loads(reader.read(sample, "json"))
+            number = int(sample.key.removeprefix(split))
+            with open(paths[number], "rb") as file:
+                assert reader.read(sample, "img0.png") == file.read()
+            turns = [turn["content"] for turn in record["messages"]]
+            assert turns[0][0] == {"type": "image"}
+            turns[0] = turns[0][1]["text"]
+            found += [(*pair, number) for pair in zip(turns[::2], turns[1::2], strict=True)]
+        assert sorted(found) == sorted(zip(*questions, strict=True))
+    assert "not empty" in failure(capsys, "build", "easy_vqa", str(out))
+
+
+def test_unknown_sources_and_missing_shards(tmp_path, capsys):
+    assert "nearest is 'easy_vqa'" in failure(capsys, "build", "easyvqa", str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+    for command in ("inspect", "stats", "show"):
+        assert "no file matches" in failure(capsys, command, str(tmp_path / "none.tar"))
+    with pytest.raises(SystemExit) as caught:
+        main(["build", "easy_vqa", str(tmp_path / "x"), "--samples-per-shard", "0"])
+    assert caught.value.code == 2
+
+
+def test_inspect_and_stats(tmp_path, capsys):
+    shards = toy_shards(tmp_path, [3, 2], images=2)
+    assert main(["inspect", shards, "--limit", "2"]) == 0
+    table = capsys.readouterr().out
+    assert "5 samples in 2 shards" in table
+    assert "16x16" in table
+    assert main(["stats", shards]) == 0
+    table = capsys.readouterr().out
+    for row in (("samples", "5"), ("images", "10"), ("answers", "10"), ("source toy", "5")):
+        assert any(all(cell in line for cell in row) for line in table.splitlines())
+
+
+def test_damage_is_shown_and_ends_with_status_1(tmp_path, capsys):
+    shards = toy_shards(tmp_path, [4])
+    shard = next(tmp_path.glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:3000])
+    for command in ("inspect", "stats"):
+        assert main([command, shards]) == 1
+        assert "ends early" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_show_marks_supervised_tokens(tmp_path, capsys, processor):
+    shards = toy_shards(tmp_path / "data", [2])
+    register()
+    processor.save_pretrained(tmp_path / "model")
+    command = ["show", shards, "--key", "k001", "--model", str(tmp_path / "model")]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "[<|vision_start|>][<|image_pad|>*4][<|vision_end|>]" in shown
+    assert "[[a]][[1]][[<|im_end|>]]" in shown
+    assert "6 supervised, 1 images of 2x2 tokens" in shown
+    assert main(["show", shards]) == 0
+    assert "toy0-000000.tar/k000" in capsys.readouterr().out
+    assert "no sample has the key 'k9'" in failure(capsys, "show", shards, "--key", "k9")
+    assert "no folder" in failure(capsys, "show", shards, "--model", "nowhere")
