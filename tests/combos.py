@@ -1,4 +1,6 @@
-"""Routers x merges x residuals x image modes: the combinations over which every invariant is tested."""
+"""Routers x merges x residuals x image modes: the combinations over which every invariant is
+tested.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ ALL = list(itertools.product(ROUTERS, MERGES, RESIDUALS, IMAGE_MODES))
 every_combination = pytest.mark.parametrize("combo", ALL, ids=["-".join(c) for c in ALL])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def model_of(combo: tuple):
-    """The tiny model of a combination, in evaluation mode; shared by all tests, which must not change it."""
+    """The tiny model of a combination, in evaluation mode; shared by all tests, which must not
+    change it.
+    """
     router, merge, residual, mode = combo
     return tiny_model(
         vision=None if mode == "text" else "plain",
@@ -35,7 +39,7 @@ def model_of(combo: tuple):
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def documents_of(with_images: bool) -> tuple[Document, ...]:
     """Four documents of different kinds and lengths, one of them a single token."""
     if not with_images:
@@ -50,7 +54,9 @@ def documents_for(combo: tuple) -> tuple[Document, ...]:
 
 def cut_is_allowed(document: Document, position: int) -> bool:
     """An image is given as a whole: no cut between two of its placeholders."""
-    return not any(first < position < first + rows * columns for first, rows, columns in document.grids)
+    return not any(
+        first < position < first + rows * columns for first, rows, columns in document.grids
+    )
 
 
 def piece_of(document: Document, start: int, stop: int) -> Document:
@@ -61,11 +67,13 @@ def piece_of(document: Document, start: int, stop: int) -> Document:
 
 
 @torch.no_grad()
-def decode(model, documents, cuts: list[list[int]], native: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+def decode(
+    model, documents, cuts: list[list[int]], native: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Logits and boundaries of every document, given to a cache in pieces.
 
-    `cuts` holds for each document the offsets of its pieces, from 0 to its length; rows that have no
-    piece left in a call are masked out of it, so rows hit boundaries in different calls.
+    `cuts` holds for each document the offsets of its pieces, from 0 to its length; rows that have
+    no piece left in a call are masked out of it, so rows hit boundaries in different calls.
     """
     logits: list = [[] for _ in documents]
     boundaries: list = [[] for _ in documents]
@@ -96,4 +104,6 @@ def embeddings_of_images(model, document: Document, native: bool = False) -> lis
     features = model.vision(
         inputs["pixel_values"], grids, inputs.get("patch_coord"), inputs.get("patch_valid")
     )
-    return list(model.projector(features).double().split([rows * columns for rows, columns in grids]))
+    return list(
+        model.projector(features).double().split([rows * columns for rows, columns in grids])
+    )

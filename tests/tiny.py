@@ -51,7 +51,7 @@ class Document:
 
 
 def tiny_config(
-    *, text: dict | None = None, vision: dict | None | str = "plain", **chunk
+    *, text: dict | None = None, vision: dict | str | None = "plain", **chunk
 ) -> ConceptMoEVLConfig:
     """A configuration of width 32; `chunk` keywords go to that section."""
     if isinstance(vision, str):
@@ -83,7 +83,9 @@ def tiny_config(
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Random weights with every path alive: W^c is not zero, q and k are no identity, norms vary."""
+    """Random weights with every path alive: W^c is not zero, q and k are no identity, norms
+    vary.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,7 +99,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def tiny_model(
-    *, text: dict | None = None, vision: dict | None | str = "plain", seed: int = 0, **chunk
+    *, text: dict | None = None, vision: dict | str | None = "plain", seed: int = 0, **chunk
 ) -> ConceptMoEVLForConditionalGeneration:
     """A model in evaluation mode with random weights."""
     model = ConceptMoEVLForConditionalGeneration(tiny_config(text=text, vision=vision, **chunk))
@@ -106,8 +108,8 @@ def tiny_model(
 
 
 def make_document(parts: list, seed: int = 0, native: bool = False) -> Document:
-    """A document of parts: an integer is that many text tokens, "image" a fixed square one, and with
-    `native` a pair (rows, columns) is an image of that many patches.
+    """A document of parts: an integer is that many text tokens, "image" a fixed square one, and
+    with `native` a pair (rows, columns) is an image of that many patches.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +146,9 @@ def image_inputs(documents: list[Document], native: bool = False) -> dict[str, T
     return {"pixel_values": values, "patch_coord": coord, "patch_valid": valid, **inputs}
 
 
-def packed(documents: list[Document], labels: bool = False, native: bool = False) -> dict[str, Tensor]:
+def packed(
+    documents: list[Document], labels: bool = False, native: bool = False
+) -> dict[str, Tensor]:
     """Keyword arguments of one packed batch; with `labels` every text token is supervised."""
     ids = torch.tensor([i for document in documents for i in document.ids], dtype=torch.long)
     offsets = [0]

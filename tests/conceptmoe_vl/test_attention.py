@@ -45,15 +45,22 @@ def test_packed_attention_equals_documents_alone(lengths, kv_heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), seed=st.integers(0, 999))
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
+    seed=st.integers(0, 999),
+)
 def test_any_mixture_of_lengths(dtype, lengths, seed):
     """Documents that share a padded batch, come in any order, and are empty; values and gradients.
 
-    The peer is one float32 call of plain products a document: exact in float32, and bfloat16 keeps 8 bits.
+    The peer is one float32 call of plain products a document: exact in float32, and bfloat16 keeps
+    8 bits.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
-    inputs = [torch.randn(total, n, SIZE, generator=generator).to(dtype).requires_grad_() for n in (4, 2, 2)]
+    inputs = [
+        torch.randn(total, n, SIZE, generator=generator).to(dtype).requires_grad_()
+        for n in (4, 2, 2)
+    ]
     weights = torch.randn(total, 4, SIZE, generator=generator)
     out = packed_attention(*inputs, PackedLayout.from_lengths(lengths, CPU))
     assert out.dtype == dtype
@@ -68,7 +75,9 @@ def test_any_mixture_of_lengths(dtype, lengths, seed):
         expected.append(torch.einsum("nts,snh->tnh", weight, v))
     expected = torch.cat(expected)
     (expected * weights).sum().backward()
-    tolerance = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.03}
+    tolerance = (
+        {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.03}
+    )
     torch.testing.assert_close(out.float(), expected, **tolerance)
     for x, copy in zip(inputs, copies, strict=True):
         torch.testing.assert_close(x.grad.float(), copy.grad, **tolerance)

@@ -1,4 +1,6 @@
-"""The chunk module against loops over tokens: probabilities, decisions, parents, gradients, noise."""
+"""The chunk module against loops over tokens: probabilities, decisions, parents, gradients,
+noise.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROUTERS = ["cosine", "linear", "fixed", "none"]
 
 
 def describe(parts):
-    """Kinds and grids of one document of parts: an integer is text, a pair an image with its marks."""
+    """Kinds and grids of one document of parts: an integer is text, a pair an image with its
+    marks.
+    """
     kinds, grids = [], []
     for part in parts:
         if isinstance(part, int):
@@ -123,13 +127,19 @@ def test_boundaries_equal_reference_with_every_gradient(router, grid_mode, neigh
         (prob * weights.double()).sum().backward()
         torch.testing.assert_close(h.grad.double(), states.grad, atol=1e-5, rtol=1e-4)
         for name, parameter in module.named_parameters():
-            torch.testing.assert_close(parameter.grad.double(), leaf[name].grad, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                parameter.grad.double(), leaf[name].grad, atol=1e-4, rtol=1e-4
+            )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 3))), min_size=1, max_size=4),
+        st.lists(
+            st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 3))),
+            min_size=1,
+            max_size=4,
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -173,7 +183,9 @@ def test_any_boundaries_make_the_reference_concepts(parts, grid_mode, neighborho
 
 
 def test_last_patch_of_a_row_is_never_compared_with_the_next_row():
-    """In a grid of 2 x 2 patch (1, 0) sees only (0, 0) and, with 8 neighbours, (0, 1) by up-right."""
+    """In a grid of 2 x 2 patch (1, 0) sees only (0, 0) and, with 8 neighbours, (0, 1) by up-
+    right.
+    """
     documents = [describe([(2, 2)])]
     kinds, layout = token_kinds(documents, True)
     h = torch.zeros(6, WIDTH)
@@ -222,7 +234,9 @@ def test_probability_is_clamped_and_safe_at_both_ends():
     h = torch.randn(1, WIDTH).repeat(4, 1) * torch.tensor([1.0, 1.0, -1.0, 0.0])[:, None]
     h.requires_grad_()
     out = module.train()(h, kinds, layout)
-    torch.testing.assert_close(out.probability_T, torch.tensor([1.0, 0.0, 1.0, 0.5]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        out.probability_T, torch.tensor([1.0, 0.0, 1.0, 0.5]), atol=1e-6, rtol=0
+    )
     assert (out.probability_T >= 0).all()
     assert (out.probability_T <= 1).all()
     out.probability_T.sum().backward()

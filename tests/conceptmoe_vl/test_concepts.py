@@ -56,7 +56,9 @@ def test_figure_1_literally():
 
 
 MASKS = st.lists(
-    st.lists(st.booleans(), min_size=0, max_size=7).map(lambda rest: [True, *rest]), min_size=1, max_size=4
+    st.lists(st.booleans(), min_size=0, max_size=7).map(lambda rest: [True, *rest]),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -103,10 +105,14 @@ def test_merge_smooth_and_plug_back_equal_reference(merge, masks, seed):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(size=st.integers(1, 40), seed=st.integers(0, 10**6), small=st.booleans())
 def test_smoothing_on_any_forest(size, seed, small):
-    """Random forests; p may be as small as 0.001, as training noise allows: the scan must not stop early."""
+    """Random forests; p may be as small as 0.001, as training noise allows: the scan must not stop
+    early.
+    """
     generator = torch.Generator().manual_seed(seed)
     before = [None] + [
-        None if torch.rand((), generator=generator) < 0.2 else int(torch.randint(m, (), generator=generator))
+        None
+        if torch.rand((), generator=generator) < 0.2
+        else int(torch.randint(m, (), generator=generator))
         for m in range(1, size)
     ]
     prob = torch.rand(size, generator=generator) * (0.01 if small else 1.0) + 0.001

@@ -1,4 +1,6 @@
-"""`generate()`, the cache, saving and loading, and what is refused (R17, R20, R21 of the field reports)."""
+"""`generate()`, the cache, saving and loading, and what is refused (R17, R20, R21 of the field
+reports).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_greedy_text_with_and_without_cache(mode):
 
 @by_mode
 def test_neighbours_in_the_batch_change_nothing(mode):
-    """R20: logits and greedy text of a prompt alone and among others, log-likelihoods at any batch size."""
+    """R20: logits and greedy text of a prompt alone and among others, log-likelihoods at any batch
+    size.
+    """
     model, documents = tiny_model(**mode), prompts()
     together = new_tokens(model, documents)
     for document, row in zip(documents, together, strict=True):
@@ -113,7 +117,12 @@ def test_beams_and_several_samples(mode):
     samples = []
     for use in (True, False):
         torch.manual_seed(5)
-        options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5, "use_cache": use}
+        options = {
+            "do_sample": True,
+            "num_return_sequences": 3,
+            "temperature": 1.5,
+            "use_cache": use,
+        }
         samples.append(new_tokens(model, documents, **options))
     assert torch.equal(*samples)
     assert len({tuple(row.tolist()) for row in samples[0]}) > 3
@@ -128,7 +137,9 @@ def test_no_image_placeholder_is_generated():
 
 @by_mode
 def test_second_turn_with_a_new_image_continues_from_the_cache(mode):
-    """R21: the cache of turn one and the whole conversation give the text of a fresh full prompt."""
+    """R21: the cache of turn one and the whole conversation give the text of a fresh full
+    prompt.
+    """
     model = tiny_model(**mode)
     first = make_document([5, "image", 2], 1)
     turn = model.generate(
@@ -229,7 +240,7 @@ def test_foreign_caches_are_refused():
         model.generate(**inputs, **GREEDY, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="static"):
         model.generate(**inputs, **GREEDY, cache_implementation="static")
-    with pytest.raises(ValueError, match="3 rows.*1"):
+    with pytest.raises(ValueError, match=r"3 rows.*1"):
         model.generate(**inputs, **GREEDY, past_key_values=_filled(model, 3))
 
 

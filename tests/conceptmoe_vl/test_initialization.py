@@ -48,7 +48,9 @@ def test_text_weights_have_the_configured_deviation():
 
 
 def test_the_towers_own_weights_are_kept(monkeypatch):
-    """timm started or loaded them when it built the tower: a pretrained tower must stay what it is."""
+    """timm started or loaded them when it built the tower: a pretrained tower must stay what
+    it is.
+    """
     import conceptmoe_vl.vision as vision
 
     build = vision.build_tower

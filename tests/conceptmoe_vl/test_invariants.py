@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.combos import ALL, cut_is_allowed, decode, documents_for, every_combination, model_of
-from tests.tiny import FIRST_TEXT, VOCAB, Document, logits_of, make_document, packed, padded, tiny_model
+from tests.tiny import (
+    FIRST_TEXT,
+    VOCAB,
+    Document,
+    logits_of,
+    make_document,
+    packed,
+    padded,
+    tiny_model,
+)
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 
@@ -71,7 +80,9 @@ def test_invariant_3_padding(combo, side):
     assert torch.equal(out.chunks.cu_seqlens, expected.chunks.cu_seqlens)
     assert torch.equal(out.supervised_positions, expected.supervised_positions)
     for name in ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss"):
-        torch.testing.assert_close(getattr(out, name), getattr(expected, name), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            getattr(out, name), getattr(expected, name), atol=1e-6, rtol=1e-6
+        )
     for stage, load in expected.expert_load.items():
         torch.testing.assert_close(out.expert_load[stage], load)
 
@@ -99,7 +110,9 @@ def stepwise(document, prefix):
 @every_combination
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_invariant_4_decoding(combo, share):
-    """Prefill of a part of every row, then one token after the other, rows of different length together."""
+    """Prefill of a part of every row, then one token after the other, rows of different length
+    together.
+    """
     documents = list(documents_for(combo))
     cuts = [stepwise(d, max(1, int(share * len(d.ids)))) for d in documents]
     check_decoding(model_of(combo), documents, cuts)
@@ -108,11 +121,17 @@ def test_invariant_4_decoding(combo, share):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_invariant_4_any_pieces(data):
-    """Random combination, rows, and cuts: pieces of any length, also several images in one piece."""
+    """Random combination, rows, and cuts: pieces of any length, also several images in one
+    piece.
+    """
     combo = data.draw(st.sampled_from(ALL))
-    part = st.integers(1, 5) if combo[3] == "text" else st.one_of(st.integers(1, 5), st.just("image"))
+    part = (
+        st.integers(1, 5) if combo[3] == "text" else st.one_of(st.integers(1, 5), st.just("image"))
+    )
     documents = [
-        make_document(data.draw(st.lists(part, min_size=1, max_size=3)), data.draw(st.integers(0, 99)))
+        make_document(
+            data.draw(st.lists(part, min_size=1, max_size=3)), data.draw(st.integers(0, 99))
+        )
         for _ in range(data.draw(st.integers(1, 3)))
     ]
     cuts = []
@@ -125,7 +144,9 @@ def test_invariant_4_any_pieces(data):
 
 STRUCTURES = st.lists(
     st.lists(
-        st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 4))), min_size=1, max_size=4
+        st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 4))),
+        min_size=1,
+        max_size=4,
     ),
     min_size=1,
     max_size=4,
@@ -137,7 +158,9 @@ NATIVE = {}
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(parts=STRUCTURES, seed=st.integers(0, 999), side=st.sampled_from(["left", "right"]))
 def test_random_structures_of_native_images(mode, parts, seed, side):
-    """Image first, image last, images in a row, grids of different shape, single tokens: packed = alone = padded."""
+    """Image first, image last, images in a row, grids of different shape, single tokens: packed =
+    alone = padded.
+    """
     if mode not in NATIVE:
         grid, neighborhood = mode.startswith("grid"), 8 if mode == "grid8" else 4
         NATIVE[mode] = tiny_model(
@@ -160,13 +183,17 @@ def test_empty_documents_count_nowhere():
     documents = list(documents_for(("cosine", "sum", "add", "text")))
     with torch.no_grad():
         expected = model(**packed(documents, labels=True))
-        out = model(**packed([Document(()), documents[0], Document(()), *documents[1:]], labels=True))
+        out = model(
+            **packed([Document(()), documents[0], Document(()), *documents[1:]], labels=True)
+        )
     assert_close(out.logits, expected.logits)
     torch.testing.assert_close(out.loss, expected.loss)
 
 
 def test_documents_stay_apart_bit_for_bit():
-    """R12: changing one token of the first document leaves all others as they are, to the last bit."""
+    """R12: changing one token of the first document leaves all others as they are, to the
+    last bit.
+    """
     combo = ("cosine", "sum", "add", "grid4")
     model, documents = model_of(combo), list(documents_for(combo))
     before = logits_of(model, documents)

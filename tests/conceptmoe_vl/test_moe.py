@@ -1,4 +1,6 @@
-"""The MoE block against a loop over tokens and experts, values and gradients; R16 of the field reports."""
+"""The MoE block against a loop over tokens and experts, values and gradients; R16 of the field
+reports.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def make_block(experts=4, top_k=2, shared=0, norm=True, d=16, f=8):
 def reference_parts(block):
     """Float64 leaves of a block's weights in the reference's arguments."""
     leaf = {
-        name: parameter.detach().double().requires_grad_() for name, parameter in block.named_parameters()
+        name: parameter.detach().double().requires_grad_()
+        for name, parameter in block.named_parameters()
     }
     gate_up, down = leaf["experts.gate_up_proj"], leaf["experts.down_proj"]
     width = gate_up.shape[1] // 2
@@ -43,14 +46,18 @@ def test_block_equals_reference_with_every_gradient(tokens, shared, norm):
 
     leaf, experts, shared_weights = reference_parts(block)
     y = x.detach().double().requires_grad_()
-    ref, logits, probabilities, chosen = moe_block(y, leaf["gate.weight"], experts, 2, norm, shared_weights)
+    ref, logits, probabilities, chosen = moe_block(
+        y, leaf["gate.weight"], experts, 2, norm, shared_weights
+    )
     z = (torch.logsumexp(logits, 1) ** 2).sum()
     ((ref * weights.double()).sum() + z + (probabilities.sum(0) * torch.arange(4)).sum()).backward()
 
     torch.testing.assert_close(out.double(), ref, atol=1e-5, rtol=1e-5)
     assert statistics.slots_E.tolist() == [sum(e in row for row in chosen) for e in range(4)]
     assert (statistics.tokens, statistics.chosen) == (tokens, 2)
-    torch.testing.assert_close(statistics.probability_E.double(), probabilities.sum(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        statistics.probability_E.double(), probabilities.sum(0), atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-4, rtol=1e-4)
     for name, parameter in block.named_parameters():
         expected = leaf[name].grad
@@ -81,7 +88,9 @@ def test_idle_experts_get_zero_gradients_not_none(tokens, autocast):
 
 
 def test_router_stays_float32_under_autocast():
-    """R16: with the same hidden states autocast picks the same experts for at least 99.9 % of tokens."""
+    """R16: with the same hidden states autocast picks the same experts for at least 99.9 % of
+    tokens.
+    """
     block = make_block(experts=16)
     x = torch.randn(2000, 16)
     _, exact = block(x)

@@ -25,7 +25,9 @@ def compare_forward(model, documents, native=False):
         ]
         labels = [[i if i >= FIRST_TEXT else -100 for i in document.ids] for document in documents]
         losses = reference_losses(reference, results, documents, labels)
-    torch.testing.assert_close(out.logits.double(), torch.cat([r.logits for r in results]), **LOGITS)
+    torch.testing.assert_close(
+        out.logits.double(), torch.cat([r.logits for r in results]), **LOGITS
+    )
     prob = torch.cat([r.prob for r in results])
     torch.testing.assert_close(out.chunks.boundary_prob.double(), prob, atol=1e-5, rtol=1e-4)
     assert out.chunks.boundary_mask.tolist() == [b for r in results for b in r.boundary]
@@ -36,7 +38,11 @@ def compare_forward(model, documents, native=False):
     assert out.chunks.concept_index.tolist() == read
     for name, expected in losses.items():
         torch.testing.assert_close(
-            getattr(out, name).double(), expected, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            getattr(out, name).double(),
+            expected,
+            atol=2e-5,
+            rtol=1e-4,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     measured = len(prob) / sum(sum(r.boundary) for r in results)
     assert out.chunks.ratio.item() == pytest.approx(measured, rel=1e-5)
@@ -101,7 +107,9 @@ def test_downsampled_image_tokens_are_squares_of_patches(cut):
     for row in range(2):
         for column in range(2):
             parts = [
-                features[(row * cut + i) * 2 * cut + column * cut + j] for i in range(cut) for j in range(cut)
+                features[(row * cut + i) * 2 * cut + column * cut + j]
+                for i in range(cut)
+                for j in range(cut)
             ]
             torch.testing.assert_close(tokens[row * 2 + column], torch.cat(parts))
 

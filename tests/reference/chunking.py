@@ -15,7 +15,9 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class Boundaries:
-    """`prob` [N] float64, `parent` the token that each token is compared with (None: forced), `forced` flags."""
+    """`prob` [N] float64, `parent` the token that each token is compared with (None: forced),
+    `forced` flags.
+    """
 
     prob: Tensor
     parent: list
@@ -24,7 +26,9 @@ class Boundaries:
 
 @dataclasses.dataclass
 class Concepts:
-    """`position` of each concept's closing token or seed, its `members`, and `of_token` = psi(n)."""
+    """`position` of each concept's closing token or seed, its `members`, and `of_token` =
+    psi(n).
+    """
 
     position: list
     members: list
@@ -116,7 +120,9 @@ def sharpen(p: float, tau: float) -> float:
     return p ** (1 / tau) if p >= 0.5 else 1 - (1 - p) ** (1 / tau)
 
 
-def find_concepts(boundary: list, kinds: list, parent: list, *, grid_mode: bool = False) -> Concepts:
+def find_concepts(
+    boundary: list, kinds: list, parent: list, *, grid_mode: bool = False
+) -> Concepts:
     """Which tokens make which concept, and psi(n) (None before the first concept)."""
     groups: dict[int, list[int]] = {}
     seed_of_patch: dict[int, int] = {}
@@ -140,7 +146,7 @@ def find_concepts(boundary: list, kinds: list, parent: list, *, grid_mode: bool 
         if n in seed_of_patch:
             of_token.append(index[seed_of_patch[n]])
             continue
-        last = index[n] if n in index else last
+        last = index.get(n, last)
         of_token.append(last)
     return Concepts(position, [groups[n] for n in position], of_token)
 
@@ -160,7 +166,9 @@ def merge_tokens(states: Tensor, concepts: Concepts, how: str) -> Tensor:
 
 
 def predecessors(concepts: Concepts, kinds: list, parent: list, *, grid_mode: bool = False) -> list:
-    """pi(m): m - 1, or the region of the seed's parent for patches in grid mode; None where forced."""
+    """pi(m): m - 1, or the region of the seed's parent for patches in grid mode; None where
+    forced.
+    """
     found = []
     for m, position in enumerate(concepts.position):
         if grid_mode and kinds[position] == "patch":
@@ -172,7 +180,9 @@ def predecessors(concepts: Concepts, kinds: list, parent: list, *, grid_mode: bo
 
 
 def smooth(values: Tensor, prob: Tensor, before: list) -> Tensor:
-    """Eq. 5 on a forest: value_m p_m + (1 - p_m) smoothed of its predecessor. values [M, D], prob [M]."""
+    """Eq. 5 on a forest: value_m p_m + (1 - p_m) smoothed of its predecessor. values [M, D], prob
+    [M].
+    """
     rows: list[Tensor] = []
     for m in range(len(before)):
         if before[m] is None:

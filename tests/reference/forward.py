@@ -1,4 +1,6 @@
-"""The whole model, document by document, from a real model's weights and configuration, in float64."""
+"""The whole model, document by document, from a real model's weights and configuration, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from tests.reference import chunking, losses, transformer
 class DocumentResult:
     """What the reference computes for one document of N tokens.
 
-    `logits` [N, V], `prob` [N], `boundary` N booleans, `of_token` psi(n), `positions` of the concepts,
-    and `routers`: (logits [T, E], probabilities [T, E], chosen [T][K]) of every executed MoE layer.
+    `logits` [N, V], `prob` [N], `boundary` N booleans, `of_token` psi(n), `positions` of the
+    concepts, and `routers`: (logits [T, E], probabilities [T, E], chosen [T][K]) of every executed
+    MoE layer.
     """
 
     logits: Tensor
@@ -41,7 +44,9 @@ class ReferenceModel:
         return self.leaf[f"language_model.{name}"]
 
     def embed(self, document, image_embeddings: list) -> Tensor:
-        """[N, D]: rows of the embedding, image tokens replaced by their embeddings in raster order."""
+        """[N, D]: rows of the embedding, image tokens replaced by their embeddings in raster
+        order.
+        """
         table = self.leaf["embed_tokens.weight"]
         rows = [table[i] for i in document.ids]
         for (first, height, width), embedding in zip(document.grids, image_embeddings, strict=True):
@@ -49,7 +54,9 @@ class ReferenceModel:
                 rows[first + patch] = embedding[patch]
         return torch.stack(rows)
 
-    def layer(self, name: str, x: Tensor, positions: list, top_k: int, joint: Tensor | None, routers: list):
+    def layer(
+        self, name: str, x: Tensor, positions: list, top_k: int, joint: Tensor | None, routers: list
+    ):
         text = self.config.text
         eps = text.rms_norm_eps
         y = transformer.rms_norm(x, self.weight(f"{name}.input_layernorm.weight"), eps)
@@ -57,7 +64,9 @@ class ReferenceModel:
         for kind in "qkv":
             value = y @ self.weight(f"{name}.self_attn.{kind}_proj.weight").T
             if joint is not None:
-                c = transformer.rms_norm(joint, self.weight(f"{name}.self_attn.joint.norm.weight"), eps)
+                c = transformer.rms_norm(
+                    joint, self.weight(f"{name}.self_attn.joint.norm.weight"), eps
+                )
                 value = value + c @ self.weight(f"{name}.self_attn.joint.{kind}_proj.weight").T
             projected.append(value.unflatten(1, (-1, text.head_dim)))
         norms = (None, None)
@@ -72,13 +81,19 @@ class ReferenceModel:
         experts = [(gate_up[e, :f], gate_up[e, f:], down[e]) for e in range(gate_up.shape[0])]
         shared = None
         if text.num_shared_experts:
-            shared = tuple(self.weight(f"{name}.mlp.shared.{k}_proj.weight") for k in ("gate", "up", "down"))
+            shared = tuple(
+                self.weight(f"{name}.mlp.shared.{k}_proj.weight") for k in ("gate", "up", "down")
+            )
         gate = self.weight(f"{name}.mlp.gate.weight")
-        out, *statistics = transformer.moe_block(y, gate, experts, top_k, text.norm_topk_prob, shared)
+        out, *statistics = transformer.moe_block(
+            y, gate, experts, top_k, text.norm_topk_prob, shared
+        )
         routers.append(tuple(statistics))
         return x + out
 
-    def forward(self, document, image_embeddings: list = (), boundary: list | None = None) -> DocumentResult:
+    def forward(
+        self, document, image_embeddings: list = (), boundary: list | None = None
+    ) -> DocumentResult:
         """One document; `boundary` overrides the decisions (training noise)."""
         text, chunk = self.config.text, self.config.chunk
         grid_mode = chunk.image_mode == "grid"
@@ -99,7 +114,11 @@ class ReferenceModel:
 
         changed, change = self.concept_model(c, concepts.position, routers)
         before = chunking.predecessors(concepts, kinds, found.parent, grid_mode=grid_mode)
-        p = found.prob[concepts.position] if chunk.ema else torch.ones(len(before), dtype=torch.float64)
+        p = (
+            found.prob[concepts.position]
+            if chunk.ema
+            else torch.ones(len(before), dtype=torch.float64)
+        )
         smoothed = chunking.smooth(changed, p, before)
         u = chunking.smooth(change, p, before) if chunk.concept_residual == "delta" else smoothed
         z = chunking.plug_back(h, found.prob, decided, u, concepts.of_token)
@@ -124,9 +143,15 @@ class ReferenceModel:
     def boundaries(self, h: Tensor, kinds: list, grids, grid_mode: bool) -> chunking.Boundaries:
         chunk, weights = self.config.chunk, {}
         if chunk.router == "cosine":
-            weights = {"w_q": self.weight("chunk.q_proj.weight"), "w_k": self.weight("chunk.k_proj.weight")}
+            weights = {
+                "w_q": self.weight("chunk.q_proj.weight"),
+                "w_k": self.weight("chunk.k_proj.weight"),
+            }
         elif chunk.router == "linear":
-            weights = {"w": self.weight("chunk.score.weight")[0], "bias": self.weight("chunk.score.bias")}
+            weights = {
+                "w": self.weight("chunk.score.weight")[0],
+                "bias": self.weight("chunk.score.bias"),
+            }
         return chunking.find_boundaries(
             h,
             kinds,
@@ -147,7 +172,9 @@ class ReferenceModel:
         before = c @ self.weight("to_concept.weight").T if wider else c
         x = before
         for i in text.concept_schedule:
-            x = self.layer(f"concept.layers.{i}", x, positions, text.experts_per_concept, None, routers)
+            x = self.layer(
+                f"concept.layers.{i}", x, positions, text.experts_per_concept, None, routers
+            )
         changed, change = x, x - before
         if wider:
             out = self.weight("from_concept.weight").T
@@ -155,8 +182,12 @@ class ReferenceModel:
         return changed, change
 
 
-def reference_losses(model: ReferenceModel, results: list, documents: list, labels: list) -> dict[str, Tensor]:
-    """Every loss of a batch of documents, by the names of the model's output; `labels` lists of ids."""
+def reference_losses(
+    model: ReferenceModel, results: list, documents: list, labels: list
+) -> dict[str, Tensor]:
+    """Every loss of a batch of documents, by the names of the model's output; `labels` lists of
+    ids.
+    """
     text, chunk = model.config.text, model.config.chunk
     tokens = [
         pair[1]

@@ -1,4 +1,6 @@
-"""Ratio, balance, router z and language losses as plain sums (paper eq. 4, DESIGN sections 3.5 and 3.6)."""
+"""Ratio, balance, router z and language losses as plain sums (paper eq. 4, DESIGN sections 3.5 and
+3.6).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def ratio_loss(
     image_target: float | None = None,
     text_target: float | None = None,
 ) -> Tensor:
-    """Ratio loss of several documents: lists of prob [N_g], of N_g booleans, of N_g "is a patch" flags."""
+    """Ratio loss of several documents: lists of prob [N_g], of N_g booleans, of N_g "is a patch"
+    flags.
+    """
     if scope == "sample":
         terms = [ratio_term(p, b, target) for p, b in zip(prob_docs, boundary_docs, strict=True)]
         return sum(terms) / len(terms)
@@ -41,7 +45,9 @@ def ratio_loss(
 
 
 def balance_loss(layers: list) -> Tensor:
-    """Mean over layers of E * sum_e share_e * mean probability_e; layers of (probabilities [T, E], chosen [T][K])."""
+    """Mean over layers of E * sum_e share_e * mean probability_e; layers of (probabilities [T, E],
+    chosen [T][K]).
+    """
     terms = []
     for probabilities, chosen in layers:
         tokens, experts = probabilities.shape
@@ -55,7 +61,9 @@ def balance_loss(layers: list) -> Tensor:
 
 
 def router_z_loss(layers: list) -> Tensor:
-    """Mean over layers of the mean over tokens of logsumexp(router logits)^2; layers of logits [T, E]."""
+    """Mean over layers of the mean over tokens of logsumexp(router logits)^2; layers of logits [T,
+    E].
+    """
     terms = []
     for logits in layers:
         total = 0.0
@@ -66,7 +74,8 @@ def router_z_loss(layers: list) -> Tensor:
 
 
 def token_losses(logits: Tensor, input_labels: list) -> list:
-    """Cross entropies of one document: logits [N, V], labels at their own token (-100: unsupervised).
+    """Cross entropies of one document: logits [N, V], labels at their own token (-100:
+    unsupervised).
 
     Token t is predicted from t - 1, so the first one never counts. Returns (t, loss) pairs.
     """

@@ -14,7 +14,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
-    """Rotary embedding of one head [H]: components i and i + H/2 turn by position * theta^(-2i/H)."""
+    """Rotary embedding of one head [H]: components i and i + H/2 turn by position *
+    theta^(-2i/H).
+    """
     half = vector.shape[0] // 2
     first, second = [], []
     for i in range(half):
@@ -35,7 +37,9 @@ def causal_attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """One document's attention: q [N, heads, H], k and v [N, kv heads, H] before norm and rotation."""
+    """One document's attention: q [N, heads, H], k and v [N, kv heads, H] before norm and
+    rotation.
+    """
     tokens, heads, size = q.shape
     group = heads // k.shape[1]
 
@@ -70,7 +74,8 @@ def moe_block(
     normalise: bool,
     shared: tuple | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list]:
-    """Top-k mixture for x [T, D]: router [E, D], experts of (gate, up, down), shared the same or None.
+    """Top-k mixture for x [T, D]: router [E, D], experts of (gate, up, down), shared the same or
+    None.
 
     Returns output [T, D], router logits [T, E], probabilities [T, E], chosen experts [T][K].
     """
