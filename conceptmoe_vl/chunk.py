@@ -83,6 +83,8 @@ class ChunkModule(nn.Module):
         if config.router == "cosine":
             self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
             self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+            for projection in (self.q_proj, self.k_proj):
+                projection.start = "identity" if config.init == "identity" else hidden_size**-0.5
         elif config.router == "linear":
             self.score = nn.Linear(hidden_size, 1)
 

@@ -62,6 +62,8 @@ class JointDecoding(nn.Module):
         self.q_proj = nn.Linear(d, text.num_attention_heads * size, bias=False)
         self.k_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
         self.v_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.start = 0.0
 
     def forward(self, concept_MD: Tensor, concept_of_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.norm(concept_MD)

@@ -16,13 +16,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
 from conceptmoe_vl.cache import ConceptCache
-from conceptmoe_vl.chunk import ChunkModule
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.experts import Experts
 from conceptmoe_vl.generation import ConceptMoEGenerationMixin
 from conceptmoe_vl.interleave import token_kinds
 from conceptmoe_vl.language_model import ConceptMoELanguageModel, LanguageModelOutput
-from conceptmoe_vl.layers import JointDecoding, RMSNorm, Stack
+from conceptmoe_vl.layers import RMSNorm, Stack
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.losses import auxiliary_losses, chunked_cross_entropy
 from conceptmoe_vl.moe import Router
@@ -72,24 +71,16 @@ class ConceptMoEVLPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, JointDecoding):
-            for projection in (module.q_proj, module.k_proj, module.v_proj):
-                init.zeros_(projection.weight)
-                projection._is_hf_initialized = True
-        elif isinstance(module, ChunkModule) and module.config.router == "cosine":
-            for projection in (module.q_proj, module.k_proj):
-                if module.config.init == "identity":
-                    init.eye_(projection.weight)
-                else:
-                    init.normal_(projection.weight, mean=0.0, std=projection.in_features**-0.5)
-                projection._is_hf_initialized = True
-        elif isinstance(module, VisionTower):
-            _restart_vision(module, self.config)
         elif isinstance(module, nn.Linear):
-            if not getattr(module, "_is_hf_initialized", False):
-                init.normal_(module.weight, mean=0.0, std=std)
-                if module.bias is not None:
-                    init.zeros_(module.bias)
+            # transformers asks own code only about modules that hold parameters themselves, so what
+            # the chunk module and joint decoding want is written on their projections.
+            start = getattr(module, "start", std)
+            if start == "identity":
+                init.eye_(module.weight)
+            else:
+                init.normal_(module.weight, mean=0.0, std=start)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.LayerNorm):
@@ -300,18 +291,6 @@ class ConceptMoEVLForConditionalGeneration(
             + text.balance_loss_weight * output.balance_loss
             + text.router_z_loss_weight * output.router_z_loss
         )
-
-
-def _restart_vision(tower: VisionTower, config: ConceptMoEVLConfig) -> None:
-    """Marks timm's tower as initialised.
-
-    timm started (or loaded) its own weights when it was built. Where it was built on the meta
-    device there is nothing to keep: the checkpoint being loaded holds it.
-    """
-    for module in tower.model.modules():
-        module._is_hf_initialized = True
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True
 
 
 def _chunk_output(states: LanguageModelOutput, layout: PackedLayout) -> ChunkOutput:

@@ -146,6 +146,8 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.model = build_tower(config)
+        if next(self.model.parameters()).device.type != "meta":
+            _keep_weights(self.model)
         self.patch_size = _patch_size(self.model)
         self.config = config
         self.width = self.model.embed_dim * config.downsample**2
@@ -203,6 +205,14 @@ class VisionTower(nn.Module):
                 patches = squares.permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)
             tokens.append(patches)
         return torch.cat(tokens)
+
+
+def _keep_weights(model: nn.Module) -> None:
+    """Tells transformers that timm has started (or loaded) these weights itself."""
+    for module in model.modules():
+        module._is_hf_initialized = True
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True
 
 
 def build_projector(config: VisionConfig, vision_width: int, hidden_size: int) -> nn.Module:
