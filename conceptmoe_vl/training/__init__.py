@@ -2,6 +2,7 @@
 metrics.
 """
 
+from . import distributed
 from .config import EvaluationSection, ModelSection, RunConfig, TrainingConfig, load_run_config
 from .distributed import World
 from .trainer import Trainer
@@ -13,5 +14,6 @@ __all__ = [
     "Trainer",
     "TrainingConfig",
     "World",
+    "distributed",
     "load_run_config",
 ]

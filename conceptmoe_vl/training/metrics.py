@@ -99,7 +99,7 @@ class StepStatistics:
                 self._by_group[group][0] += total
                 self._by_group[group][1] += count
 
-    def reduce_losses(self, world_size: int, device: torch.device) -> dict[str, float]:
+    def reduce_losses(self, world_size: int, device: torch.device) -> dict[str, Any]:
         """Losses and chunk statistics of the step over all ranks. Collective.
 
         The language loss of a micro-batch is already divided by the step's supervised tokens /
@@ -114,7 +114,7 @@ class StepStatistics:
         if self._counts:
             counts = torch.stack([torch.stack(row) for row in self._counts]).sum(0)
         packed = sum_over_ranks(torch.cat([losses, counts.to(losses.device)]).tolist(), device)
-        result = dict(zip(_LOSSES, packed[: len(_LOSSES)], strict=True))
+        result: dict[str, Any] = dict(zip(_LOSSES, packed[: len(_LOSSES)], strict=True))
         result.update(_chunk_metrics(dict(zip(_COUNTS, packed[len(_LOSSES) :], strict=True))))
         return result
 
