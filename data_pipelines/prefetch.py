@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipelines.encoding import Document, SampleEncoder, Skipped
+from data_pipelines.order import Place
 
-Place = tuple[int, int]  # epoch, number of the sample
 _SAMPLES_PER_MESSAGE = 16
 
 

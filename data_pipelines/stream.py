@@ -14,15 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.processing import ConceptMoEVLProcessor
 from data_pipelines.batch import PackedBatch
 from data_pipelines.config import DataConfig
 from data_pipelines.encoding import Document, SampleEncoder, Skipped
+from data_pipelines.order import EpochOrder, Place
 from data_pipelines.packing import next_pack
-from data_pipelines.prefetch import Place, encoded_in_order
+from data_pipelines.prefetch import encoded_in_order
 from data_pipelines.shards import ShardIndex, index_shards
 
 logger = logging.getLogger(__name__)
@@ -57,6 +56,9 @@ class PackedStream:
         self.epoch = 0
         self.documents = 0
         self.num_samples = len(index.samples)
+        self._order = EpochOrder(
+            self.num_samples, rank, world_size, config.seed, config.shuffle, config.epochs
+        )
         self._fingerprint = index.fingerprint()
         self._encoder = SampleEncoder(config, index.samples, processor)
         self._position = 0  # within this rank's part of the epoch
@@ -69,7 +71,7 @@ class PackedStream:
     @property
     def samples_per_epoch(self) -> int:
         """Samples of this rank in an epoch."""
-        return len(range(self.rank, self.num_samples, self.world_size))
+        return len(self._order)
 
     def __iter__(self) -> PackedStream:
         return self
@@ -100,7 +102,9 @@ class PackedStream:
     def _refill(self) -> None:
         if self._source is None:
             self._source = encoded_in_order(
-                self._encoder, self._places(self.epoch, self._position), self.config.num_workers
+                self._encoder,
+                self._order.places(self.epoch, self._position),
+                self.config.num_workers,
             )
         while len(self._ready) < self.config.pack_lookahead:
             entry = next(self._source, None)
@@ -115,22 +119,6 @@ class PackedStream:
                 self._ready.append((place, result))
             if self._position == self.samples_per_epoch:
                 self._end_epoch()
-
-    def _places(self, epoch: int, position: int) -> Iterator[Place]:
-        """This rank's samples from a position on, epoch after epoch."""
-        while self.config.epochs is None or epoch < self.config.epochs:
-            for number in self._order(epoch)[position:].tolist():
-                yield epoch, number
-            epoch, position = epoch + 1, 0
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """Numbers of this rank's samples in an epoch, in their order."""
-        if self.config.shuffle:
-            rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch]))
-            order = rng.permutation(self.num_samples)
-        else:
-            order = np.arange(self.num_samples)
-        return order[self.rank :: self.world_size]
 
     def _advance(self, place: Place) -> None:
         self.epoch = place[0]

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import logging
+import multiprocessing
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -394,3 +395,12 @@ def test_packing_fills_batches(processor, tmp_path):
 def test_wrong_configurations_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         DataConfig.from_mapping(values)
+
+
+def test_a_dropped_stream_ends_its_workers_at_once(processor, shards):
+    before = len(multiprocessing.active_children())
+    stream = stream_of(processor, shards, num_workers=2)
+    next(stream)
+    assert len(multiprocessing.active_children()) == before + 2
+    del stream  # no garbage collection: a cycle would leave the workers to a slow end
+    assert len(multiprocessing.active_children()) == before
