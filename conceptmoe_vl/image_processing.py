@@ -177,7 +177,7 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
                 )
             height, width = image.shape[:2]
         else:
-            image = decode_image(image, tuple(self.background), self.max_pixels)
+            image = decode_image(image, self.background, self.max_pixels)
             width, height = image.size
         target = self.target_size(height, width)
         if target != (height, width):

@@ -13,6 +13,7 @@ import os
 import struct
 import warnings
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class ImageError(UserError):
 
 def decode_image(
     data: Any,
-    background: tuple[int, int, int] = WHITE,
+    background: Sequence[int] = WHITE,
     max_pixels: int = MAX_PIXELS,
     name: str | None = None,
 ) -> Image.Image:
@@ -172,7 +173,7 @@ def _explained(error: BaseException, name: str) -> ImageError:
 
 
 def _to_rgb(
-    image: Image.Image, background: tuple[int, int, int], max_pixels: int, name: str
+    image: Image.Image, background: Sequence[int], max_pixels: int, name: str
 ) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
@@ -199,7 +200,7 @@ def _orientation(image: Image.Image) -> int:
         return 1  # unreadable metadata beside readable pixels: the picture counts as upright
 
 
-def _flat_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def _flat_rgb(image: Image.Image, background: Sequence[int]) -> Image.Image:
     mode = image.mode
     if mode == "RGB" and "transparency" not in image.info:
         rgb = image.copy() if image.info else image

@@ -119,7 +119,7 @@ class SampleEncoder:
         ]
 
     def _pixels(self, indexed: IndexedSample, member: str, rng: np.random.Generator) -> Any:
-        background = tuple(self.processor.image_processor.background)
+        background = self.processor.image_processor.background
         data = self._reader.read(indexed, member)
         image = decode_image(data, background, self.config.max_image_pixels, name=member)
         array = np.asarray(image)
