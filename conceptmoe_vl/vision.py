@@ -12,7 +12,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import HybridEmbed, LayerNorm2d
+from timm.layers import ConvNormAct, HybridEmbed, LayerNorm2d
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
@@ -22,13 +22,28 @@ from conceptmoe_vl.attention import SHORT
 from conceptmoe_vl.configuration import VisionConfig
 
 
+class ResidualConvolution(nn.Module):
+    """`x + gelu(norm(conv3x3(x)))` at the resolution of patches: `[I, D, rows, columns]`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = ConvNormAct(
+            width, width, kernel_size=3, norm_layer=LayerNorm2d, act_layer=nn.GELU
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
 @register_model
 def conceptmoe_vit_conv(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
     """A small ViT whose patches come from three strided convolutions: it learns from few images.
 
     Args (beside VisionTransformer's own): patch_size 8 (fixed by the strides), embed_dim, depth,
-    num_heads. The norms of the stem are LayerNorms: statistics of a batch would make images depend
-    on each other.
+    num_heads, stem_blocks (residual 3 x 3 convolutions over patches before the transformer; each
+    widens what a patch sees by one patch on every side).
+    The norms of the stem are LayerNorms: statistics of a batch would make images depend on each
+    other.
     """
     if pretrained:
         raise ValueError(
@@ -39,7 +54,8 @@ def conceptmoe_vit_conv(pretrained: bool = False, **kwargs: Any) -> VisionTransf
         kwargs.pop(unused, None)
     width = kwargs.pop("embed_dim", 192)
     kwargs.pop("patch_size", None)
-    stem = ConvStem(
+    blocks = kwargs.pop("stem_blocks", 0)
+    strided = ConvStem(
         in_chans=kwargs.get("in_chans", 3),
         depth=3,
         channels=(width // 4, width // 2, width),
@@ -47,6 +63,7 @@ def conceptmoe_vit_conv(pretrained: bool = False, **kwargs: Any) -> VisionTransf
         norm_layer=LayerNorm2d,
         act_layer=nn.GELU,
     )
+    stem = nn.Sequential(strided, *(ResidualConvolution(width) for _ in range(blocks)))
     embed = partial(HybridEmbed, backbone=stem, proj=False)
     arguments: dict[str, Any] = {"depth": 4, "num_heads": max(width // 64, 1), **kwargs}
     return VisionTransformer(patch_size=1, embed_dim=width, embed_layer=embed, **arguments)
