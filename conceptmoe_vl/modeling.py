@@ -29,6 +29,11 @@ from conceptmoe_vl.outputs import ChunkOutput, ConceptMoEVLOutput
 from conceptmoe_vl.packed_inputs import PackedInputs
 from conceptmoe_vl.vision import VisionTower, build_projector
 
+# What transformers' own callers hand to every model and this one has no use for.
+_HARMLESS = frozenset(
+    ("return_dict", "output_attentions", "output_hidden_states", "cache_position", "synced_gpus")
+)
+
 
 class LanguageModelHead(nn.Linear):
     """The head: logits, or the chunked loss against targets.
@@ -166,7 +171,11 @@ class ConceptMoEVLForConditionalGeneration(
 
         Raises:
             ValueError: shapes or images do not fit, with both numbers and the remedy.
+            TypeError: an argument is unknown.
         """
+        if not _HARMLESS.issuperset(unused):
+            names = ", ".join(sorted(set(unused) - _HARMLESS))
+            raise TypeError(f"forward takes no argument {names}; its docstring lists what it takes")
         cache = cache if cache is not None else past_key_values
         if use_cache and cache is None:
             cache = ConceptCache(self.config)

@@ -334,3 +334,11 @@ def test_loading_in_bfloat16_stays_finite():
     out.loss.backward()
     assert torch.isfinite(out.logits).all()
     assert torch.isfinite(out.loss)
+
+
+def test_an_unknown_argument_is_refused():
+    """A misspelt `labels` must not train on nothing."""
+    model = tiny_model(vision=None)
+    ids = torch.tensor([[FIRST_TEXT, FIRST_TEXT + 1]])
+    with pytest.raises(TypeError, match="label"):
+        model(input_ids=ids, label=ids)
