@@ -24,7 +24,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _GIB, _TOP_PAD_BYTES = 2**30, 2**28
 _NO_TRIM = -1  # mallopt takes an int; as size_t this is "never give memory back"
 
-# A short spin before sleeping. Training the quickstart's model on two free cores, 40 conversations a
+# A short spin before sleeping. Training the quickstart model on two free cores, 40 conversations a
 # step: no spin 0.37 s, 20,000 turns 0.24 s, endless 0.31 s, one thread 0.32 s.
 _THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 _ENVIRONMENT_NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
