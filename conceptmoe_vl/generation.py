@@ -15,6 +15,12 @@ from transformers.generation.logits_process import (
 
 from conceptmoe_vl.cache import ConceptCache
 
+# The keyword under which this transformers hands the cache around.
+_CACHE_NAME = (
+    "cache"
+    if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 _IMAGE_INPUTS = ("pixel_values", "image_grid_hw", "patch_coord", "patch_valid")
 
 
@@ -37,7 +43,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
             )
         if generation_config.use_cache is False:
             return
-        model_kwargs[_cache_name()] = given if given is not None else ConceptCache(self.config)
+        model_kwargs[_CACHE_NAME] = given if given is not None else ConceptCache(self.config)
 
     def prepare_inputs_for_generation(
         self,
@@ -67,7 +73,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
             "logits_to_keep": 1 if logits_to_keep is None else logits_to_keep,
         }
         if cache is not None:
-            inputs[_cache_name()] = cache
+            inputs[_CACHE_NAME] = cache
         grids = kwargs.get("image_grid_hw")
         if grids is not None:
             inputs |= self._images_of_call(input_ids, done, kwargs)
@@ -152,12 +158,3 @@ class ConceptMoEGenerationMixin(GenerationMixin):
             **kwargs,
         )
         return ids, kwargs | images
-
-
-def _cache_name() -> str:
-    """The keyword under which this transformers hands the cache around."""
-    return (
-        "cache"
-        if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        else "past_key_values"
-    )

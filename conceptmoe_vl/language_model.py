@@ -80,8 +80,9 @@ class ConceptMoELanguageModel(nn.Module):
         """
         h_TD, encoder = self.encoder(x_TD, layout, stores=cache and cache.encoder)
         boundaries, concepts, c_MD = self._chunk(h_TD, layout, kinds, cache)
-        changed_MC, concept = self._concept_model(self.to_concept(c_MD), concepts, cache)
-        z_TD, concept_XD = self._dechunk(h_TD, c_MD, changed_MC, boundaries, concepts, cache)
+        c_MC = self.to_concept(c_MD)
+        changed_MC, concept = self._concept_model(c_MC, concepts, cache)
+        z_TD, concept_XD = self._dechunk(h_TD, c_MC, changed_MC, boundaries, concepts, cache)
         y_TD, decoder = self.decoder(
             z_TD, layout, (concept_XD, concepts.read_T), cache and cache.decoder
         )
@@ -100,16 +101,15 @@ class ConceptMoELanguageModel(nn.Module):
         concepts = map_concepts(
             boundaries, kinds, layout, self.chunk_config.concept_positions, past
         )
-        open_chunks = None
-        if state is not None:
-            open_chunks = state.open_chunks or _nothing_open(h_TD, len(layout.lengths))
-            if boundaries.key_TD is not None:
-                state.last_key_GD = _last_of_documents(boundaries.key_TD, layout, state.last_key_GD)
         if self.chunk_config.router == "none":  # every token is its own concept, whatever the merge
             return boundaries, concepts, h_TD
-        c_MD, open_chunks = merge_tokens(h_TD, concepts, self.chunk_config.merge, open_chunks)
-        if state is not None:
-            state.open_chunks = open_chunks
+        if state is None:
+            c_MD, _ = merge_tokens(h_TD, concepts, self.chunk_config.merge)
+            return boundaries, concepts, c_MD
+        if boundaries.key_TD is not None:
+            state.last_key_GD = _last_of_documents(boundaries.key_TD, layout, state.last_key_GD)
+        open_chunks = state.open_chunks or _nothing_open(h_TD, len(layout.lengths))
+        c_MD, state.open_chunks = merge_tokens(h_TD, concepts, self.chunk_config.merge, open_chunks)
         return boundaries, concepts, c_MD
 
     def _concept_model(
@@ -122,7 +122,7 @@ class ConceptMoELanguageModel(nn.Module):
     def _dechunk(
         self,
         h_TD: Tensor,
-        c_MD: Tensor,
+        c_MC: Tensor,
         changed_MC: Tensor,
         boundaries: Boundaries,
         concepts: ConceptMap,
@@ -130,15 +130,15 @@ class ConceptMoELanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """z `[T, D]` (eq. 5, 6), and the smoothed concepts for joint decoding (extended index)."""
         chunk = self.chunk_config
-        delta = chunk.concept_residual == "delta"
-        values = self.from_concept(changed_MC)
-        if delta:
-            change_MD = self.from_concept(changed_MC - self.to_concept(c_MD))
-            if chunk.router == "none" and chunk.joint_decoding_layers == 0:
-                return h_TD + change_MD, values
-            values = (
-                torch.cat((values, change_MD), dim=1) if chunk.joint_decoding_layers else change_MD
-            )
+        joint = chunk.joint_decoding_layers > 0
+        if chunk.concept_residual == "delta":
+            values = self.from_concept(changed_MC - c_MC)
+            if chunk.router == "none" and not joint:
+                return h_TD + values, values
+            if joint:
+                values = torch.cat((self.from_concept(changed_MC), values), dim=1)
+        else:
+            values = self.from_concept(changed_MC)
         p_M = boundaries.probability_T[concepts.boundary_M]
         if not chunk.ema:
             p_M = torch.ones_like(p_M)

@@ -179,7 +179,7 @@ class ConceptMoEVLForConditionalGeneration(
         cache = cache if cache is not None else past_key_values
         if use_cache and cache is None:
             cache = ConceptCache(self.config)
-        packed = PackedInputs(self.config, input_ids, attention_mask, cu_seqlens, cache)
+        packed = PackedInputs(input_ids, attention_mask, cu_seqlens, cache)
         grids = [] if image_grid_hw is None else image_grid_hw.tolist()
         kinds = token_kinds(packed.ids_T, packed.layout, self.config, grids)
         x_TD = self.embed_tokens(packed.ids_T)
@@ -187,7 +187,6 @@ class ConceptMoEVLForConditionalGeneration(
             x_TD, kinds.image_T, pixel_values, grids, patch_coord, patch_valid
         )
         if cache is not None:
-            cache.begin(len(packed.layout.lengths))
             assert input_ids is not None  # PackedInputs refuses None
             cache.padded_length += input_ids.shape[-1]
         states = self.language_model(x_TD, packed.layout, kinds, cache)
@@ -247,7 +246,6 @@ class ConceptMoEVLForConditionalGeneration(
         """
         vision, edge = self.config.vision, self.config.vision.downsample
         parameter = next(self.projector.parameters())
-        side = edge * self.vision.patch_size
         if vision.size_policy == "native":
             count = edge * edge
             coord = torch.cartesian_prod(torch.arange(edge), torch.arange(edge)).view(1, count, 2)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from conceptmoe_vl.cache import ConceptCache
-from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.layout import PackedLayout
 
 
@@ -14,13 +13,12 @@ class PackedInputs:
     """Padded or packed inputs as one packed stream, and the way back.
 
     Args:
-        config: for the embedding's length. input_ids, attention_mask, cu_seqlens: as in `forward`.
+        input_ids, attention_mask, cu_seqlens: as in `forward`.
         cache: its row lengths come before the new tokens.
     """
 
     def __init__(
         self,
-        config: ConceptMoEVLConfig,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
