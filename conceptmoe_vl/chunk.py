@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
+from conceptmoe_vl.products import Linear
 
 # Where the decision falls without noise (eq. 3).
 THRESHOLD = 0.5
@@ -81,12 +82,12 @@ class ChunkModule(nn.Module):
         super().__init__()
         self.config = config
         if config.router == "cosine":
-            self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-            self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.q_proj = Linear(hidden_size, hidden_size, bias=False)
+            self.k_proj = Linear(hidden_size, hidden_size, bias=False)
             for projection in (self.q_proj, self.k_proj):
                 projection.start = "identity" if config.init == "identity" else hidden_size**-0.5
         elif config.router == "linear":
-            self.score = nn.Linear(hidden_size, 1)
+            self.score = Linear(hidden_size, 1)
 
     def forward(
         self,

@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that matrix products have here: autocast's, where it is on, else the input's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+from conceptmoe_vl.products import compute_dtype, row_multiple
 
 
 class Experts(nn.Module):
@@ -45,18 +41,43 @@ class Experts(nn.Module):
         tokens, chosen = expert_TK.shape
         dtype = compute_dtype(x_TD)
         order = expert_TK.flatten().argsort(stable=True)
-        token_of_slot = order // chosen
-        offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+        slot_S, offsets_E, inverse = _group_slots(order, counts_E, x_TD)
         # grouped_mm ignores autocast, so both sides are cast here.
-        x_SD = x_TD.to(dtype).index_select(0, token_of_slot)
+        x_SD = x_TD.to(dtype).index_select(0, slot_S // chosen)
         gate_up = F.grouped_mm(x_SD, self.gate_up_proj.to(dtype).transpose(1, 2), offs=offsets_E)
         gate, up = gate_up.chunk(2, dim=-1)
         hidden_SF = F.silu(gate) * up
         # Weighting F columns here instead of D columns after the product is the same by linearity.
-        hidden_SF = hidden_SF * weight_TK.flatten().index_select(0, order).to(dtype).unsqueeze(1)
+        hidden_SF = hidden_SF * weight_TK.flatten().index_select(0, slot_S).to(dtype).unsqueeze(1)
         out_SD = F.grouped_mm(hidden_SF, self.down_proj.to(dtype).transpose(1, 2), offs=offsets_E)
         # The inverse permutation and a sum over K is deterministic on CUDA; index_add is not.
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(tokens * chosen, device=order.device)
         out_TKD = out_SD.index_select(0, inverse).view(tokens, chosen, out_SD.shape[1])
         return out_TKD.sum(1).to(x_TD.dtype)
+
+
+def _group_slots(order: Tensor, counts_E: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the grouped products: every expert's slots end to end, each group rounded up.
+
+    A row that only rounds a group up repeats the first slot; no token reads it, so it changes
+    neither values nor gradients.
+
+    Args:
+        order: `[T * K]` slots sorted by expert. counts_E: slots of each expert. x: the operand.
+
+    Returns:
+        slot_S: `[S]` slot that each row computes. offsets_E: where each group ends.
+        inverse: `[T * K]` row of each slot.
+    """
+    slots, experts = order.numel(), counts_E.numel()
+    multiple = row_multiple(slots // experts, x)
+    ends_E = counts_E.cumsum(0)
+    row = torch.arange(slots, device=order.device)
+    slot_S = order
+    if multiple > 1:
+        rounded_E = (counts_E + multiple - 1) // multiple * multiple
+        rounded_ends_E = rounded_E.cumsum(0)
+        row = row + ((rounded_ends_E - rounded_E) - (ends_E - counts_E)).repeat_interleave(counts_E)
+        slot_S = order.new_zeros(int(rounded_ends_E[-1])).index_put((row,), order)
+        ends_E = rounded_ends_E
+    inverse = torch.empty_like(order).index_put((order,), row)
+    return slot_S, ends_E.to(torch.int32), inverse

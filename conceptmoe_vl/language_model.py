@@ -25,6 +25,7 @@ from conceptmoe_vl.configuration import ChunkConfig, TextConfig
 from conceptmoe_vl.layers import Layer, RMSNorm, Stack
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import RouterStatistics
+from conceptmoe_vl.products import Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,9 @@ class ConceptMoELanguageModel(nn.Module):
         decoder = [Layer(text, joint=index >= joint_from) for index in range(text.decoder_layers)]
         self.encoder = Stack(encoder, list(range(text.encoder_layers)), text)
         self.chunk = ChunkModule(chunk, d)
-        self.to_concept = nn.Linear(d, width, bias=False) if width != d else nn.Identity()
+        self.to_concept = Linear(d, width, bias=False) if width != d else nn.Identity()
         self.concept = Stack(concept, text.concept_schedule, text)
-        self.from_concept = nn.Linear(width, d, bias=False) if width != d else nn.Identity()
+        self.from_concept = Linear(width, d, bias=False) if width != d else nn.Identity()
         self.decoder = Stack(decoder, list(range(text.decoder_layers)), text)
         self.norm = RMSNorm(d, text.rms_norm_eps)
 

@@ -12,6 +12,7 @@ from conceptmoe_vl.attention import cached_attention, packed_attention
 from conceptmoe_vl.configuration import TextConfig
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import MoEBlock, RouterStatistics
+from conceptmoe_vl.products import Linear, round_rows
 
 if TYPE_CHECKING:
     from conceptmoe_vl.cache import KeyValueStore
@@ -59,9 +60,9 @@ class JointDecoding(nn.Module):
         d, size = text.hidden_size, text.head_dim
         assert size is not None  # TextConfig fills it in
         self.norm = RMSNorm(d, text.rms_norm_eps)
-        self.q_proj = nn.Linear(d, text.num_attention_heads * size, bias=False)
-        self.k_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
-        self.v_proj = nn.Linear(d, text.num_key_value_heads * size, bias=False)
+        self.q_proj = Linear(d, text.num_attention_heads * size, bias=False)
+        self.k_proj = Linear(d, text.num_key_value_heads * size, bias=False)
+        self.v_proj = Linear(d, text.num_key_value_heads * size, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.start = 0.0
 
@@ -81,10 +82,10 @@ class Attention(nn.Module):
         super().__init__()
         assert text.head_dim is not None  # TextConfig fills it in
         self.head_dim = text.head_dim
-        self.q_proj = nn.Linear(hidden_size, text.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(text.num_attention_heads * self.head_dim, hidden_size, bias=False)
+        self.q_proj = Linear(hidden_size, text.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(text.num_attention_heads * self.head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
         self.joint = JointDecoding(text) if joint else None
@@ -97,7 +98,8 @@ class Attention(nn.Module):
         concepts: tuple[Tensor, Tensor] | None,
         store: KeyValueStore | None,
     ) -> Tensor:
-        q, k, v = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+        tokens, x_RD = x_TD.shape[0], round_rows(x_TD)
+        q, k, v = (proj(x_RD)[:tokens] for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.joint is not None and concepts is not None:
             joint_q, joint_k, joint_v = self.joint(*concepts)
             q, k, v = q + joint_q, k + joint_k, v + joint_v

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from conceptmoe_vl.chunk import Boundaries
 from conceptmoe_vl.configuration import ChunkConfig
-from conceptmoe_vl.experts import compute_dtype
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import RouterStatistics
+from conceptmoe_vl.products import compute_dtype
 
 # Logits of one chunk: 4 M entries are 16 MiB in float32, whatever the vocabulary.
 _LOGIT_ENTRIES = 1 << 22

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conceptmoe_vl.experts import Experts
+from conceptmoe_vl.products import Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +102,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD)).to(x_TD.dtype)

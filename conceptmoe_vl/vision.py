@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from conceptmoe_vl.attention import SHORT
 from conceptmoe_vl.configuration import VisionConfig
+from conceptmoe_vl.products import Linear
 
 
 class ResidualConvolution(nn.Module):
@@ -235,10 +236,10 @@ def _keep_weights(model: nn.Module) -> None:
 def build_projector(config: VisionConfig, vision_width: int, hidden_size: int) -> nn.Module:
     """From patch features to token embeddings."""
     if config.projector == "linear":
-        return nn.Linear(vision_width, hidden_size)
+        return Linear(vision_width, hidden_size)
     return nn.Sequential(
         nn.LayerNorm(vision_width),
-        nn.Linear(vision_width, hidden_size),
+        Linear(vision_width, hidden_size),
         nn.GELU(),
-        nn.Linear(hidden_size, hidden_size),
+        Linear(hidden_size, hidden_size),
     )
