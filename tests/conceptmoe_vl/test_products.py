@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from conceptmoe_vl.experts import Experts
-from conceptmoe_vl.products import Linear, row_multiple, round_rows
+from conceptmoe_vl.products import Linear, round_rows, row_multiple
 
 
 def test_only_bfloat16_on_the_cpu_is_rounded() -> None:
