@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conceptmoe_vl.compression import Dial, recentre
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.products import Linear
@@ -59,16 +60,21 @@ class Boundaries:
     """The chunk module's decision.
 
     Attributes:
-        probability_T: `[T]` float32 p_n. mask_T: `[T]` bool b_n.
+        probability_T: `[T]` float32 p_n, odds moved by the threshold. mask_T: `[T]` bool b_n.
         parent_P: `[P]` stream index of each patch's parent in grid mode (itself for an image's
             first patch); None in sequential mode or without images.
         key_TD: `[T, D]` projected keys (None for routers without keys): the cache keeps the last.
+        raw_T: `[T]` detached p before the threshold moved it, forced ones 1: what calibration
+            measures (None in boundaries made by hand).
+        target_G: `[G]` ratio drawn for each document, an index into `chunk.target_ratios`.
     """
 
     probability_T: Tensor
     mask_T: Tensor
     parent_P: Tensor | None
     key_TD: Tensor | None
+    raw_T: Tensor | None = None
+    target_G: Tensor | None = None
 
 
 class ChunkModule(nn.Module):
@@ -88,6 +94,7 @@ class ChunkModule(nn.Module):
                 projection.start = "identity" if config.init == "identity" else hidden_size**-0.5
         elif config.router == "linear":
             self.score = Linear(hidden_size, 1)
+        self.dial = Dial(config)
 
     def forward(
         self,
@@ -95,6 +102,7 @@ class ChunkModule(nn.Module):
         kinds: TokenKinds,
         layout: PackedLayout,
         last_key_GD: Tensor | None = None,
+        compression: float | None = None,
     ) -> Boundaries:
         """Decides the boundaries of a packed stream.
 
@@ -102,13 +110,18 @@ class ChunkModule(nn.Module):
             h_TD: encoder states. kinds: modalities and forced boundaries. layout: documents.
             last_key_GD: key of the token before each document's first one here, for documents that
                 continue from a cache.
+            compression: wanted tokens per concept; None means what the model was trained for.
+
+        Raises:
+            ValueError: the model cannot reach the wanted compression.
         """
+        budget = self.dial.budget(compression, kinds.image_T, layout, self.training)
         patches = kinds.patches if self.config.image_mode == "grid" else None
         unit_q, unit_k, key_TD = None, None, None
         if self.config.router == "cosine":
             key_TD = self.k_proj(h_TD)
             unit_q, unit_k = _unit(self.q_proj(h_TD)), _unit(key_TD)
-        p_T = self._sequential_probability(h_TD, unit_q, unit_k, layout, last_key_GD)
+        p_T = self._sequential_probability(h_TD, unit_q, unit_k, layout, last_key_GD, budget.ratio)
         parent_P = None
         if patches is not None:
             if unit_q is None or unit_k is None:
@@ -117,7 +130,12 @@ class ChunkModule(nn.Module):
             if self.config.router == "cosine":
                 p_T = p_T.index_put((patches.token_P,), p_P)
         p_T = p_T.masked_fill(kinds.forced_T, 1.0)
-        return Boundaries(p_T, self._decide(p_T.detach()), parent_P, key_TD)
+        raw_T = p_T.detach()
+        if budget.threshold_T is None:
+            return Boundaries(p_T, self._decide(raw_T, raw_T >= THRESHOLD), parent_P, key_TD, raw_T)
+        p_T = recentre(p_T, budget.threshold_T)
+        mask_T = self._decide(p_T.detach(), raw_T >= budget.threshold_T)
+        return Boundaries(p_T, mask_T, parent_P, key_TD, raw_T, budget.target_G)
 
     def _sequential_probability(
         self,
@@ -126,8 +144,9 @@ class ChunkModule(nn.Module):
         unit_k: Tensor | None,
         layout: PackedLayout,
         last_key_GD: Tensor | None,
+        ratio: float,
     ) -> Tensor:
-        router, ratio = self.config.router, self.config.target_ratio
+        router = self.config.router
         if router == "none":
             return torch.ones(h_TD.shape[0], device=h_TD.device)
         if router == "linear":
@@ -165,8 +184,8 @@ class ChunkModule(nn.Module):
         parent_P = index_PX.gather(1, choice_P[:, None]).squeeze(1)
         return (0.5 - 0.5 * best_P).clamp(0.0, 1.0), parent_P
 
-    def _decide(self, p_T: Tensor) -> Tensor:
-        """b, section 3.1: by the threshold in evaluation, with the configured noise in training."""
+    def _decide(self, p_T: Tensor, reached_T: Tensor) -> Tensor:
+        """b, section 3.1: what reached the threshold, or with the configured noise in training."""
         noise = (
             self.config.noise
             if self.training and self.config.router in ("cosine", "linear")
@@ -177,7 +196,7 @@ class ChunkModule(nn.Module):
         if noise == "gaussian":
             noisy = p_T + self.config.sigma * torch.randn_like(p_T)
             return torch.where(p_T == 1.0, p_T, noisy) >= THRESHOLD
-        return p_T >= THRESHOLD
+        return reached_T
 
 
 def sharpen(p: Tensor, tau: float) -> Tensor:

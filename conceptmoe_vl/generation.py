@@ -53,6 +53,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
         attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | None = None,
+        compression: float | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Inputs of one step: the tokens that the cache does not hold, and the images among them.
@@ -71,6 +72,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
             "attention_mask": attention_mask,
             "use_cache": use_cache,
             "logits_to_keep": 1 if logits_to_keep is None else logits_to_keep,
+            "compression": compression,
         }
         if cache is not None:
             inputs[_CACHE_NAME] = cache

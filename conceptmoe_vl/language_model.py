@@ -72,15 +72,17 @@ class ConceptMoELanguageModel(nn.Module):
         layout: PackedLayout,
         kinds: TokenKinds,
         cache: ConceptCache | None = None,
+        compression: float | None = None,
     ) -> LanguageModelOutput:
         """Runs the five steps of the method.
 
         Args:
             x_TD: token embeddings. layout: documents. kinds: modalities and forced boundaries.
             cache: read and written; its rows are the documents.
+            compression: wanted tokens per concept; None means what the model was trained for.
         """
         h_TD, encoder = self.encoder(x_TD, layout, stores=cache and cache.encoder)
-        boundaries, concepts, c_MD = self._chunk(h_TD, layout, kinds, cache)
+        boundaries, concepts, c_MD = self._chunk(h_TD, layout, kinds, cache, compression)
         c_MC = self.to_concept(c_MD)
         changed_MC, concept = self._concept_model(c_MC, concepts, cache)
         z_TD, concept_XD = self._dechunk(h_TD, c_MC, changed_MC, boundaries, concepts, cache)
@@ -94,10 +96,16 @@ class ConceptMoELanguageModel(nn.Module):
         return LanguageModelOutput(self.norm(y_TD), boundaries, concepts, routers)
 
     def _chunk(
-        self, h_TD: Tensor, layout: PackedLayout, kinds: TokenKinds, cache: ConceptCache | None
+        self,
+        h_TD: Tensor,
+        layout: PackedLayout,
+        kinds: TokenKinds,
+        cache: ConceptCache | None,
+        compression: float | None,
     ) -> tuple[Boundaries, ConceptMap, Tensor]:
         state = None if cache is None else cache.chunk
-        boundaries = self.chunk(h_TD, kinds, layout, None if state is None else state.last_key_GD)
+        last_key_GD = None if state is None else state.last_key_GD
+        boundaries = self.chunk(h_TD, kinds, layout, last_key_GD, compression)
         past = None if cache is None else cache.concept_lengths
         concepts = map_concepts(
             boundaries, kinds, layout, self.chunk_config.concept_positions, past

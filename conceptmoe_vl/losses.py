@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from conceptmoe_vl.chunk import Boundaries
+from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import RouterStatistics
@@ -45,7 +47,7 @@ class AuxiliaryLosses:
     Attributes:
         ratio, balance, router_z: the losses.
         tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by
-            modality.
+            modality; ratio_by_target: by drawn ratio (None without `target_ratios`).
         load_LE: share of slots per executed MoE layer, a list of `[E]` tensors.
     """
 
@@ -54,6 +56,7 @@ class AuxiliaryLosses:
     router_z: Tensor
     tokens_per_concept: Tensor
     ratio_by_modality: dict[str, Tensor]
+    ratio_by_target: dict[float, Tensor] | None
     load_LE: list[Tensor]
 
 
@@ -79,8 +82,8 @@ def auxiliary_losses(
     if across_ranks:
         sums = sum_over_ranks(sums)
     parts = list(sums.split([part.numel() for part in parts]))
-    # 2 modalities (text, image) x (sum of p, sum of b, tokens)
-    by_modality, sample = parts[0][:6].view(2, 3), parts[0][6:]
+    # drawn ratios x modalities (text, image) x (sum of p, sum of b, tokens)
+    by_target, sample = parts[0][:-2].view(-1, 2, 3), parts[0][-2:]
     balances, z_losses, loads = [], [], []
     for index in range(len(routers)):
         slots_E, probability_E, (z, tokens) = parts[1 + 3 * index : 4 + 3 * index]
@@ -90,31 +93,46 @@ def auxiliary_losses(
         z_losses.append(z / tokens.clamp(min=1))
         loads.append(load_E.float())
     zero = sums.new_zeros(())
-    counted = by_modality.detach()
-    closed = {"text": counted[0], "image": counted[1]}
+    counted_R23 = by_target.detach()
+    counted = counted_R23.sum(0)
     return AuxiliaryLosses(
-        ratio=_ratio_loss(chunk, by_modality, sample).float(),
+        ratio=_ratio_loss(chunk, by_target, sample).float(),
         balance=(torch.stack(balances).mean() if balances else zero).float(),
         router_z=(torch.stack(z_losses).mean() if z_losses else zero).float(),
-        tokens_per_concept=(counted[:, 2].sum() / counted[:, 1].sum().clamp(min=1)).float(),
+        tokens_per_concept=_tokens_per_concept(counted.sum(0)),
         ratio_by_modality={
-            name: (n / b.clamp(min=1)).float() for name, (_, b, n) in closed.items()
+            name: _tokens_per_concept(sums) for name, sums in zip(MODALITIES, counted, strict=True)
         },
+        ratio_by_target={
+            ratio: _tokens_per_concept(sums)
+            for ratio, sums in zip(chunk.target_ratios or (), counted_R23.sum(1), strict=True)
+        }
+        if boundaries.target_G is not None
+        else None,
         load_LE=loads,
     )
+
+
+def _tokens_per_concept(sums: Tensor) -> Tensor:
+    """Measured ratio of (sum of p, sum of b, tokens)."""
+    return (sums[2] / sums[1].clamp(min=1)).float()
 
 
 def _ratio_sums(
     chunk: ChunkConfig, boundaries: Boundaries, image_T: Tensor, layout: PackedLayout
 ) -> Tensor:
-    """`[8]`: sums of p, b and 1 over text, then over image tokens.
+    """`[6 R + 2]`: for every drawn ratio the sums of p, b and 1 over text, then over image tokens.
 
-    Then the sum over documents of their own loss, and G.
+    Then the sum over documents of their own loss, and G. R is 1 without `target_ratios`.
     """
     p_T, b_T = boundaries.probability_T.double(), boundaries.mask_T.double()
-    image = image_T.double()
     rows = torch.stack((p_T, b_T, torch.ones_like(p_T)))
-    sums = torch.stack((rows @ (1 - image), rows @ image)).flatten()
+    group_T, groups = image_T.long(), 2
+    if boundaries.target_G is not None:
+        group_T = group_T + 2 * boundaries.target_G[layout.document_T]
+        groups = 2 * len(chunk.target_ratios or ())
+    member_TX = F.one_hot(group_T, groups).double()
+    sums = (rows @ member_TX).T.flatten()
     sample = p_T.new_zeros(2)
     if chunk.ratio_scope == "sample" and chunk.router != "none":
         per_document = p_T.new_zeros(3, len(layout.lengths)).index_add(1, layout.document_T, rows)
@@ -124,21 +142,31 @@ def _ratio_sums(
     return torch.cat((sums, sample))
 
 
-def _ratio_loss(chunk: ChunkConfig, by_modality: Tensor, sample: Tensor) -> Tensor:
+def _ratio_loss(chunk: ChunkConfig, by_target: Tensor, sample: Tensor) -> Tensor:
+    """Eq. 4 over the configured scope; over several groups it is their mean, weighted by tokens.
+
+    Args:
+        by_target: `[R, 2, 3]` sums of p, b and 1 by drawn ratio and modality. sample: sum, G.
+    """
     if chunk.router == "none":
-        return by_modality.sum() * 0.0
+        return by_target.sum() * 0.0
     if chunk.ratio_scope == "sample":
         return sample[0] / sample[1].clamp(min=1)
-    if chunk.ratio_scope == "modality":
-        targets = (chunk.text_target_ratio, chunk.image_target_ratio)
-        tokens = by_modality[:, 2].detach()
-        terms = [
-            _eq4(target or chunk.target_ratio, b / n.clamp(min=1), p / n.clamp(min=1)) * n
-            for target, (p, b, n) in zip(targets, by_modality, strict=True)
-        ]
-        return torch.stack(terms).sum() / tokens.sum().clamp(min=1)
-    p, b, n = by_modality.sum(0)
-    return _eq4(chunk.target_ratio, b / n.clamp(min=1), p / n.clamp(min=1))
+    # Outside training, and without several ratios, all documents are one group.
+    ratios = (chunk.target_ratios or []) if by_target.shape[0] > 1 else [chunk.target_ratio]
+    total, tokens = by_target.new_zeros(()), by_target.new_zeros(())
+    for ratio, sums in zip(ratios, by_target, strict=True):
+        groups = [(ratio, sums.sum(0))]
+        if chunk.ratio_scope == "modality":
+            own = (chunk.text_target_ratio, chunk.image_target_ratio)
+            groups = [(target or ratio, part) for target, part in zip(own, sums, strict=True)]
+        for target, (p, b, n) in groups:
+            if target == 1:  # every token is a boundary: there is nothing to ask for
+                continue
+            count = n.detach().clamp(min=1)
+            total = total + _eq4(target, b / count, p / count) * n.detach()
+            tokens = tokens + n.detach()
+    return total / tokens.clamp(min=1)
 
 
 def _eq4(ratio: float, share: Tensor, mean_p: Tensor) -> Tensor:

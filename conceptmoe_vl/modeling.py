@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
 from conceptmoe_vl.cache import ConceptCache
+from conceptmoe_vl.compression import Dial
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.experts import Experts
 from conceptmoe_vl.generation import ConceptMoEGenerationMixin
@@ -72,6 +73,9 @@ class ConceptMoEVLPreTrainedModel(PreTrainedModel):
         if isinstance(module, Experts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Dial):
+            if module.ratios:
+                init.zeros_(module.shift)
         elif isinstance(module, Router):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, RMSNorm):
@@ -151,6 +155,7 @@ class ConceptMoEVLForConditionalGeneration(
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_logits: bool | None = None,
+        compression: float | None = None,
         **unused: Any,
     ) -> ConceptMoEVLOutput:
         """Runs the model on padded or packed inputs.
@@ -168,9 +173,12 @@ class ConceptMoEVLForConditionalGeneration(
             cache, past_key_values: the cache, under its new and its old name in transformers.
             logits_to_keep: last columns of each row that get logits; 0: all.
             return_logits: whether logits are made; None: unless training with labels.
+            compression: wanted tokens per concept of this call; None: what the model was trained
+                for.
 
         Raises:
-            ValueError: shapes or images do not fit, with both numbers and the remedy.
+            ValueError: shapes or images do not fit, with both numbers and the remedy; or the
+                wanted compression cannot be reached.
             TypeError: an argument is unknown.
         """
         if not _HARMLESS.issuperset(unused):
@@ -189,7 +197,7 @@ class ConceptMoEVLForConditionalGeneration(
         if cache is not None:
             assert input_ids is not None  # PackedInputs refuses None
             cache.padded_length += input_ids.shape[-1]
-        states = self.language_model(x_TD, packed.layout, kinds, cache)
+        states = self.language_model(x_TD, packed.layout, kinds, cache, compression)
         output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
         self._add_losses(output, states, packed, kinds.image_T, labels, num_items_in_batch)
         wanted = (
@@ -277,6 +285,7 @@ class ConceptMoEVLForConditionalGeneration(
         assert output.chunks is not None
         output.chunks.ratio = losses.tokens_per_concept
         output.chunks.ratio_by_modality = losses.ratio_by_modality
+        output.chunks.ratio_by_target = losses.ratio_by_target
         loads = iter(losses.load_LE)
         output.expert_load = {
             stage: torch.stack([next(loads) for _ in layers])

@@ -20,6 +20,8 @@ class ChunkOutput(ModelOutput):
             earlier call.
         cu_seqlens: `[G + 1]` document offsets.
         ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens.
+        ratio_by_target: the same for documents by their drawn ratio; None unless training with
+            `chunk.target_ratios`.
     """
 
     boundary_prob: Tensor | None = None
@@ -28,6 +30,7 @@ class ChunkOutput(ModelOutput):
     cu_seqlens: Tensor | None = None
     ratio: Tensor | None = None
     ratio_by_modality: dict | None = None
+    ratio_by_target: dict | None = None
 
 
 @dataclasses.dataclass

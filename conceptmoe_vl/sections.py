@@ -186,6 +186,10 @@ class ChunkConfig:
         concept_positions: boundary (position of the closing token) | index (place in the concept
             stream).
         joint_decoding_layers: last layers of D that also read the concept (eq. 7).
+        target_ratios: several ratios of 1 or more that one model is trained for, `target_ratio`
+            among them; each document draws one, and each has its own learned threshold.
+        calibration: what `conceptmoe-vl calibrate` stores: `ratios`, and for `all`, `text` and
+            `image` tokens the threshold of p that reaches each (None: out of reach).
     """
 
     target_ratio: float = 2.0
@@ -205,6 +209,8 @@ class ChunkConfig:
     concept_residual: str = "add"
     concept_positions: str = "boundary"
     joint_decoding_layers: int = 0
+    target_ratios: list | None = None
+    calibration: dict | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -230,6 +236,53 @@ class ChunkConfig:
         _require(self.sigma >= 0, f"chunk.sigma is {self.sigma}; it must not be negative")
         _require(
             self.joint_decoding_layers >= 0, "chunk.joint_decoding_layers must not be negative"
+        )
+        if self.target_ratios is not None:
+            self._check_target_ratios(self.target_ratios)
+        if self.calibration is not None:
+            _check_calibration(self.calibration)
+
+    def _check_target_ratios(self, ratios: list) -> None:
+        shown = f"chunk.target_ratios is {ratios}"
+        numbers = all(isinstance(r, (int, float)) and not isinstance(r, bool) for r in ratios)
+        _require(numbers and len(ratios) > 0, f"{shown}; give a list of numbers")
+        _require(all(r >= 1 for r in ratios), f"{shown}; every ratio must be at least 1")
+        _require(len(set(ratios)) == len(ratios), f"{shown}; give each ratio once")
+        _require(
+            self.target_ratio in ratios,
+            f"{shown}; chunk.target_ratio {self.target_ratio:g} must be among them: it is used "
+            "where none is asked for",
+        )
+        _require(
+            self.router in ("cosine", "linear"),
+            f"{shown}, but chunk.router is {self.router}; thresholds are learned for cosine and "
+            "linear",
+        )
+        _require(
+            self.ratio_scope != "sample",
+            f"{shown}, but chunk.ratio_scope is sample; choose global or modality",
+        )
+        own = (self.image_target_ratio, self.text_target_ratio)
+        _require(
+            own == (None, None),
+            f"{shown}, but chunk.image_target_ratio or chunk.text_target_ratio is set; with "
+            "several ratios both modalities have the drawn one",
+        )
+
+
+def _check_calibration(table: dict) -> None:
+    check_known_keys(table, ("ratios", "all", "text", "image"), "chunk.calibration")
+    ratios = table.get("ratios", [])
+    _require(
+        list(ratios) == sorted(ratios) and all(r > 1 for r in ratios),
+        f"chunk.calibration.ratios is {ratios}; give rising ratios above 1",
+    )
+    for name in ("all", "text", "image"):
+        values = table.get(name)
+        _require(
+            isinstance(values, (list, tuple)) and len(values) == len(ratios),
+            f"chunk.calibration.{name} needs one threshold for each of the {len(ratios)} ratios; "
+            "run 'conceptmoe-vl calibrate' again",
         )
 
 

@@ -44,6 +44,27 @@ def ratio_loss(
     return total
 
 
+def ratio_loss_of_drawn(
+    prob_docs: list, boundary_docs: list, image_docs: list, drawn: list, by_modality: bool
+) -> Tensor:
+    """Ratio loss when every document has its own ratio: eq. 4 over the documents of each ratio (and
+    each modality), averaged by their tokens; a ratio of 1 asks for nothing.
+    """
+    total, tokens = 0.0, 0
+    for ratio in sorted(set(drawn)):
+        for modality in (False, True) if by_modality else (None,):
+            prob, boundary = [], []
+            for g, own in enumerate(drawn):
+                for n in range(len(boundary_docs[g])):
+                    if own == ratio and modality in (None, bool(image_docs[g][n])):
+                        prob.append(prob_docs[g][n])
+                        boundary.append(boundary_docs[g][n])
+            if ratio != 1 and prob:
+                total = total + len(prob) * ratio_term(torch.stack(prob), boundary, ratio)
+                tokens += len(prob)
+    return total / max(tokens, 1)
+
+
 def balance_loss(layers: list) -> Tensor:
     """Mean over layers of E * sum_e share_e * mean probability_e; layers of (probabilities [T, E],
     chosen [T][K]).
