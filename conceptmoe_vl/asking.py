@@ -137,17 +137,24 @@ def question_messages(images: Sequence[Any], question: str) -> list[dict]:
 
 @torch.inference_mode()
 def answer_conversations(
-    model: Any, processor: Any, conversations: Sequence[list[dict]], max_new_tokens: int = 64
+    model: Any,
+    processor: Any,
+    conversations: Sequence[list[dict]],
+    max_new_tokens: int = 64,
+    compression: float | None = None,
 ) -> list[Answer]:
     """Greedy answers to several conversations in one left-padded batch.
 
     Args:
         conversations: lists of messages, each ending with a user turn.
         max_new_tokens: most tokens an answer may have.
+        compression: wanted tokens per concept; None: what the model was trained for.
 
     Raises:
-        UserError: an image cannot be decoded, or the model takes no images.
+        UserError: an image cannot be decoded, the model takes no images, or it cannot reach the
+            compression.
     """
+    check_reachable(model, compression)
     if model.config.vision is None and any(
         _has_image(conversation) for conversation in conversations
     ):
@@ -162,11 +169,25 @@ def answer_conversations(
         return_tensors="pt",
         padding=True,
     ).to(model.device)
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    ids = model.generate(
+        **inputs, max_new_tokens=max_new_tokens, do_sample=False, compression=compression
+    )
     start = inputs["input_ids"].shape[1]
     prompt_mask = inputs["attention_mask"].bool().cpu()
     rows = zip(ids.cpu(), prompt_mask, strict=True)
     return [_to_answer(row[:start][mask], row[start:], model, processor) for row, mask in rows]
+
+
+def check_reachable(model: Any, compression: float | None) -> None:
+    """Raises unless the model can compress by this ratio.
+
+    Raises:
+        UserError: it is no ratio, or the model was not calibrated for it.
+    """
+    try:
+        model.language_model.chunk.dial.check(compression)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _has_image(messages: list[dict]) -> bool:

@@ -1,11 +1,14 @@
 """The command `conceptmoe-vl`. A command is a function from parsed arguments to an exit status.
 
-`ask` answers a question about images and prints the answer alone on standard output.
+`ask` answers a question about images and prints the answer alone on standard output. Other
+packages add commands by an entry point of the group `conceptmoe_vl.commands`: a function that takes
+the subparsers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ import conceptmoe_vl_runtime
 from conceptmoe_vl.errors import UserError
 
 DEFAULT_MODEL = "runs/easy_vqa/model"  # what `make quickstart` trains
+COMMANDS = "conceptmoe_vl.commands"
 ASK = "Answer a question about images; the answer stands alone on standard output."
 
 
@@ -45,6 +49,13 @@ def add_ask_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest answer, in tokens (default: %(default)s)",
     )
+    parser.add_argument(
+        "--compression",
+        type=float,
+        metavar="R",
+        help="tokens per concept; 1 compresses nothing, others need 'conceptmoe-vl calibrate' once "
+        "(default: what the model was trained for)",
+    )
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -68,7 +79,9 @@ def ask(arguments: argparse.Namespace) -> int:
         decode_image(image)
     model, processor = load_pretrained(arguments.model, arguments.device)
     messages = question_messages(arguments.images, arguments.question)
-    (answer,) = answer_conversations(model, processor, [messages], arguments.max_new_tokens)
+    (answer,) = answer_conversations(
+        model, processor, [messages], arguments.max_new_tokens, arguments.compression
+    )
     print(answer.text)
     return 0
 
@@ -79,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("ask", help="answer a question about images", description=ASK)
     add_ask_arguments(command)
     command.set_defaults(run=ask)
+    for entry in importlib.metadata.entry_points(group=COMMANDS):
+        entry.load()(commands)
     arguments = parser.parse_args(argv)
     return run_program(lambda: arguments.run(arguments))
 

@@ -96,6 +96,12 @@ class Dial(nn.Module):
             return Budget(torch.as_tensor(text, device=image_T.device), ratio)
         return Budget(torch.where(image_T, image, text), ratio)
 
+    def check(self, compression: float | None) -> None:
+        """Raises `ValueError` unless `budget` would take this compression in evaluation."""
+        check_compression(self.config, compression)
+        if self.config.router not in ("none", "fixed"):
+            self._thresholds(compression)
+
     def _learned(self) -> Tensor:
         """`[ratios, 1 or 2]` thresholds in (0, 1); 0 for ratio 1."""
         learned = torch.sigmoid(-_SHIFT_SCALE * self.shift).view(len(self.ratios), -1)

@@ -29,6 +29,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="questions at once (default: %(default)s)",
     )
+    parser.add_argument(
+        "--compression",
+        type=float,
+        metavar="R",
+        help="tokens per concept; 1 compresses nothing (default: what the model was trained for)",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="ask the first N questions only")
     parser.add_argument(
         "--output",
@@ -49,7 +55,7 @@ def default_output(model: Path) -> Path:
 
 
 def evaluate_tasks(arguments: argparse.Namespace) -> None:
-    from conceptmoe_vl.asking import check_model_folder, load_pretrained
+    from conceptmoe_vl.asking import check_model_folder, check_reachable, load_pretrained
     from conceptmoe_vl.errors import UserError
     from eval.tasks import get_tasks
 
@@ -62,6 +68,7 @@ def evaluate_tasks(arguments: argparse.Namespace) -> None:
     check_model_folder(arguments.model)
     questions = {task.name: task.load(Path(arguments.data or task.default_data)) for task in tasks}
     model, processor = load_pretrained(arguments.model, arguments.device)
+    check_reachable(model, arguments.compression)
     output = Path(arguments.output) if arguments.output else default_output(Path(arguments.model))
     for task in tasks:
         _evaluate_task(task, questions[task.name], model, processor, arguments, output / task.name)
@@ -94,7 +101,15 @@ def _evaluate_task(
                 write_row(file, sample.to_row())
             progress.advance(bar, len(samples))
 
-        evaluation = evaluate(model, processor, task, questions, arguments.batch_size, on_batch)
+        evaluation = evaluate(
+            model,
+            processor,
+            task,
+            questions,
+            arguments.batch_size,
+            on_batch,
+            arguments.compression,
+        )
     results = summarise(evaluation) | _settings(model, arguments, task)
     path = write_results(folder, results)
     print_report(results, Console())
@@ -110,6 +125,7 @@ def _settings(model: Any, arguments: argparse.Namespace, task: Any) -> dict[str,
         "limit": arguments.limit,
         "batch_size": arguments.batch_size,
         "max_new_tokens": task.max_new_tokens,
+        "compression": arguments.compression,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

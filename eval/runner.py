@@ -101,12 +101,14 @@ def evaluate(
     questions: Sequence[Question],
     batch_size: int,
     on_batch: Callable[[list[Sample]], None] = lambda batch: None,
+    compression: float | None = None,
 ) -> Evaluation:
     """Asks every question alone, in the given order.
 
     Args:
         batch_size: questions that are answered at once, left-padded; it changes no answer.
         on_batch: called with the samples of each batch as soon as they are scored.
+        compression: wanted tokens per concept; None: what the model was trained for.
 
     Raises:
         UserError: an image cannot be decoded; the key is named. Nothing is skipped.
@@ -116,21 +118,33 @@ def evaluate(
     started = time.perf_counter()
     with ratios.watch(model), torch.inference_mode():
         for start in range(0, len(questions), batch_size):
-            batch = _ask(model, processor, task, questions[start : start + batch_size])
+            batch = _ask(model, processor, task, questions[start : start + batch_size], compression)
             samples += batch
             on_batch(batch)
     return Evaluation(task, samples, ratios, time.perf_counter() - started)
 
 
-def _ask(model: Any, processor: Any, task: Task, questions: Sequence[Question]) -> list[Sample]:
+def _ask(
+    model: Any,
+    processor: Any,
+    task: Task,
+    questions: Sequence[Question],
+    compression: float | None,
+) -> list[Sample]:
     conversations = [question.messages for question in questions]
     try:
-        answers = answer_conversations(model, processor, conversations, task.max_new_tokens)
+        answers = answer_conversations(
+            model, processor, conversations, task.max_new_tokens, compression
+        )
     except UserError as error:
         if len(questions) == 1:
             raise UserError(f"question '{questions[0].key}' cannot be asked: {error}") from error
         # Somewhere in the batch: asked one by one, the culprit names itself.
-        return [sample for one in questions for sample in _ask(model, processor, task, [one])]
+        return [
+            sample
+            for one in questions
+            for sample in _ask(model, processor, task, [one], compression)
+        ]
     samples = []
     for question, answer in zip(questions, answers, strict=True):
         parsed = task.parse(answer.text)
