@@ -7,6 +7,8 @@ PYTHON ?= python3
 RUN ?= runs/easy_vqa
 DATA ?= data/easy_vqa
 CONFIG ?= configs/easy_vqa.yaml
+# Two processes of one thread train 1.5 times as fast as one of two; a GPU takes one.
+PROCESSES ?= $(shell command -v nvidia-smi > /dev/null && echo 1 || echo 2)
 QUESTION ?= what is the color of the shape?
 PYTEST_ARGS ?= -n 2 --dist loadfile
 LINTED := conceptmoe_vl data_pipelines eval bench tests conceptmoe_vl_runtime.py demo.py train.py
@@ -49,7 +51,8 @@ $(DATA)/manifest.json: | .venv/.quickstart
 
 # The same command again resumes a training that was stopped, and ends at once after a whole one.
 train: .venv/.quickstart $(DATA)/manifest.json
-	$(BIN)/python train.py --config $(CONFIG) run_dir=$(RUN)
+	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) train.py --config $(CONFIG) run_dir=$(RUN) \
+		training.gradient_accumulation_steps=$$((2 / $(PROCESSES)))
 
 eval: train
 	$(BIN)/python -m eval --model $(RUN)/model --tasks easy_vqa --data $(DATA)
