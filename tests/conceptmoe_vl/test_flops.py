@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
+from conceptmoe_vl.chunk import TokenKinds
 from conceptmoe_vl.flops import (
     COMPONENTS,
     Flops,
@@ -16,6 +19,7 @@ from conceptmoe_vl.flops import (
     decoding_cost,
     forward_flops,
 )
+from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.memory import activation_bytes, cache_bytes
 from tests.flop_counting import flops_of
 from tests.tiny import (
@@ -227,6 +231,22 @@ def test_bytes_of_decoding():
     assert sparse.cache_bytes == 2 * key * 4 * (40 / 2 + 1 + 1) / 2
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_experts_that_a_step_reads(rows):
+    """The mean over all ways in which some rows can choose K of E experts each."""
+    experts, chosen = 4, 2
+    text = {"num_experts": experts, "num_experts_per_tok": chosen}
+    config = tiny_config(vision=None, text=text, router="none", joint_decoding_layers=0)
+    choices = list(itertools.combinations(range(experts), chosen))
+    steps = list(itertools.product(choices, repeat=rows))
+    distinct = sum(len(set().union(*step)) for step in steps) / len(steps)
+    counts = count_parameters(config)["concept"]
+    expert = (counts.total - counts.active) / (experts - chosen)
+    read = counts.active + (distinct - chosen) * expert
+    step_bytes = rows * decoding_cost(config, 9, rows=rows)["concept"].weight_bytes
+    assert step_bytes == pytest.approx(4 * read)
+
+
 CACHES = [
     {"router": "none", "concept_residual": "delta", "joint_decoding_layers": 0},
     {"router": "fixed", "target_ratio": 2, "concept_residual": "delta"},
@@ -256,11 +276,8 @@ def test_cache_bytes_are_the_tensors(chunk):
     assert expected.concepts == held(cache.concept, cache.concept_lengths)
     plain = tiny_config(vision=None, text=text, router="none")
     whole = cache_bytes(plain, tokens, rows=rows).concepts
-    assert cache_bytes(model.config, tokens, rows=rows).concepts * _target(chunk) == whole
-
-
-def _target(chunk: dict) -> int:
-    return chunk.get("target_ratio", 1)
+    ratio = chunk.get("target_ratio", 1)
+    assert cache_bytes(model.config, tokens, rows=rows).concepts * ratio == whole
 
 
 @pytest.mark.parametrize("chunk", CACHES, ids=["none", "delta", "add"])
@@ -303,9 +320,6 @@ def test_activation_estimate(shared, qk_norm):
     kept: list[torch.Tensor] = []
     tokens = 256
     x_TD = model.embed_tokens(torch.randint(5, 64, (tokens,)))
-    from conceptmoe_vl.chunk import TokenKinds
-    from conceptmoe_vl.layout import PackedLayout
-
     forced = torch.zeros(tokens, dtype=torch.bool)
     layout = PackedLayout.from_lengths([tokens], x_TD.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
