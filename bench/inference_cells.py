@@ -26,7 +26,7 @@ from bench.roofline import (
     predicted_break_even,
     prefill_work,
 )
-from bench.timing import Clock, alternate
+from bench.timing import Clock, Pairs, alternate
 
 _WARM_UP = 4096  # longest warm-up: above it a first run's share of one-time costs is small
 _SPARE = 2**30  # bytes left free beside the caches
@@ -130,6 +130,8 @@ class Bench:
             cells.append(self._cell("decode", name, rows, length, pairs, run.bytes, steps))
             del run
             _give_back(self.options.device)  # its cache may take half of the memory
+        del baseline
+        _give_back(self.options.device)
         return cells
 
     def _cell(
@@ -138,7 +140,7 @@ class Bench:
         name: str,
         rows: int,
         length: int,
-        pairs: Any,
+        pairs: Pairs,
         held: dict[str, int],
         runs: int = 1,
     ) -> dict[str, Any]:
