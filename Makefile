@@ -51,7 +51,7 @@ $(DATA)/manifest.json: | .venv/.quickstart
 
 # The same command again resumes a training that was stopped, and ends at once after a whole one.
 train: .venv/.quickstart $(DATA)/manifest.json
-	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) train.py --config $(CONFIG) run_dir=$(RUN) \
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) train.py --config $(CONFIG) run_dir=$(RUN) \
 		training.gradient_accumulation_steps=$$((2 / $(PROCESSES)))
 
 eval: train

@@ -41,23 +41,30 @@ SHAPE = {
 LAYERS = 4
 
 
-def make_pair() -> tuple[nn.Module, nn.Module]:
-    """Ours and the peer with the same weights: one layer in E, two in C, one in D."""
+def make_pair(
+    shape: dict | None = None, encoder: int = 1, concept: int = LAYERS - 2, decoder: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """Ours and the peer with the same weights.
+
+    Args:
+        shape: fields that both configurations have; None: `SHAPE` with heads of 32.
+        encoder, concept, decoder: layers of E, C and D; the peer has their sum.
+    """
     torch.manual_seed(0)
+    shape = {**SHAPE, "head_dim": 32} if shape is None else shape
+    stages = {"encoder": encoder, "concept": concept, "decoder": decoder}
     peer = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SHAPE,
-            num_hidden_layers=LAYERS,
-            head_dim=32,
+            **shape,
+            num_hidden_layers=sum(stages.values()),
             use_cache=False,
             router_aux_loss_coef=0.01,
         )
     )
-    stages = {"encoder": 1, "concept": LAYERS - 2, "decoder": 1}
     layers = {f"{stage}_layers": count for stage, count in stages.items()}
     ours = ConceptMoEVLForConditionalGeneration(
         ConceptMoEVLConfig(
-            text={**SHAPE, **layers, "head_dim": 32},
+            text={**shape, **layers},
             chunk={"router": "none", "concept_residual": "delta"},
         )
     )

@@ -1,8 +1,8 @@
 """The command `conceptmoe-vl`. A command is a function from parsed arguments to an exit status.
 
-`ask` answers a question about images and prints the answer alone on standard output. Other
-packages add commands by an entry point of the group `conceptmoe_vl.commands`: a function that takes
-the subparsers.
+`ask` answers a question about images and prints the answer alone on standard output; `flops` counts
+parameters, FLOPs and bytes of a configuration. Other packages add commands by an entry point of the
+group `conceptmoe_vl.commands`: a function that takes the subparsers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from conceptmoe_vl.errors import UserError
 
 DEFAULT_MODEL = "runs/easy_vqa/model"  # what `make quickstart` trains
 COMMANDS = "conceptmoe_vl.commands"
+FLOPS = "Print a model's parameters, FLOPs and bytes by component, without building the model."
 ASK = "Answer a question about images; the answer stands alone on standard output."
 
 
@@ -86,12 +87,55 @@ def ask(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        metavar="CONFIG_OR_MODEL",
+        help="a YAML file with the model's sections, a config.json, or a model folder",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ratio", type=float, metavar="R", help="tokens per concept (default: the target)"
+    )
+    parser.add_argument(
+        "--images", type=int, default=0, metavar="N", help="images among the tokens (default: 0)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="rows in decoding (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument("--table1", action="store_true", help="print Table 1 of the paper as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def flops(arguments: argparse.Namespace) -> int:
+    """Prints what a configuration counts.
+
+    Raises:
+        UserError: no such configuration, or a figure out of range.
+    """
+    conceptmoe_vl_runtime.setup(quiet=True)
+    from conceptmoe_vl.flops_report import print_figures
+
+    return print_figures(arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="conceptmoe-vl", description="ConceptMoE-VL")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     command = commands.add_parser("ask", help="answer a question about images", description=ASK)
     add_ask_arguments(command)
     command.set_defaults(run=ask)
+    command = commands.add_parser("flops", help="count parameters, FLOPs, bytes", description=FLOPS)
+    add_flops_arguments(command)
+    command.set_defaults(run=flops)
     for entry in importlib.metadata.entry_points(group=COMMANDS):
         entry.load()(commands)
     arguments = parser.parse_args(argv)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from conceptmoe_vl.chunk import Boundaries
@@ -131,8 +130,7 @@ def _ratio_sums(
     if boundaries.target_G is not None:
         group_T = group_T + 2 * boundaries.target_G[layout.document_T]
         groups = 2 * len(chunk.target_ratios or ())
-    member_TX = F.one_hot(group_T, groups).double()
-    sums = (rows @ member_TX).T.flatten()
+    sums = torch.cat([rows @ (group_T == group).double() for group in range(groups)])
     sample = p_T.new_zeros(2)
     if chunk.ratio_scope == "sample" and chunk.router != "none":
         per_document = p_T.new_zeros(3, len(layout.lengths)).index_add(1, layout.document_T, rows)
