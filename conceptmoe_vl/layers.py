@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conceptmoe_vl.attention import cached_attention, packed_attention
@@ -27,25 +26,67 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(x.dtype)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`F.rms_norm` has no CPU kernel: eight operations, and as many again for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_float = x.float()
+        norm = torch.linalg.vector_norm(x_float, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x_float * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        grad_float, normed, scale = grad.float(), x.float() * inverse, weight.float()
+        product = grad_float * normed
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = (product @ scale).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(grad_float * scale, normed, mean, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 def rotary_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[T, 1, H]` of the rotary embedding, float32, halves repeated."""
+    """Cosines and sines `[T, 1, H / 2]` of the rotary embedding, float32."""
     exponent = (
         torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
     )
-    angles = positions_T.float()[:, None] * theta**-exponent
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    angles = (positions_T.float()[:, None] * theta**-exponent)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x_TNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Applies the rotary embedding to heads, in the NeoX half layout of transformers' models."""
     cos, sin = (table.to(x_TNH.dtype) for table in rotary)
+    return _Rotation.apply(x_TNH, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """Turns the pairs (first half, second half) by an angle; the gradient turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_TNH, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_TNH.chunk(2, dim=-1)
-    return x_TNH * cos + torch.cat((-second, first), dim=-1) * sin
+    out = torch.empty_like(x_TNH)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
 
 
 class JointDecoding(nn.Module):
