@@ -19,7 +19,8 @@ class ChunkOutput(ModelOutput):
         concept_index: `[T]` concept that each token reads, counted in this call; -1: one of an
             earlier call.
         cu_seqlens: `[G + 1]` document offsets.
-        ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens.
+        ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens. Both
+            are None in a decoding step.
     """
 
     boundary_prob: Tensor | None = None
@@ -36,7 +37,9 @@ class ConceptMoEVLOutput(ModelOutput):
 
     Attributes:
         loss: total: language, ratio, balance and z losses at their weights. lm_loss, ratio_loss,
-            balance_loss, router_z_loss: each unweighted.
+            balance_loss, router_z_loss: each unweighted. All are None in a decoding step (one token
+            a row behind a cache, no labels, no gradient), where nobody reads them; so is
+            expert_load.
         logits: `[B, N, V]`, or `[T, V]` for packed inputs; None in training unless asked for.
         cache: the two-level cache. chunks: the chunking.
         lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions:
