@@ -1,6 +1,6 @@
 """Our plain MoE (router none) against transformers' Qwen3-MoE of the same shape and weights.
 
-    python -m bench.plain_moe [--threads N] [--repeats N] [--what train prefill]
+    python -m bench.plain_moe [--threads N] [--repeats N] [--what train prefill decode]
 
 Both run in one process, in alternation, with the same allocator and thread settings; the ratios are
 paired medians. Before any timing the logits are compared: the run stops if they differ by 1e-4 or
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +125,44 @@ def prefill(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     return step
 
 
+def make_chunked() -> nn.Module:
+    """A chunked model of the same shape, random weights, about every second token a boundary."""
+    torch.manual_seed(0)
+    layers = {"encoder_layers": 1, "concept_layers": LAYERS - 2, "decoder_layers": 1}
+    model = ConceptMoEVLForConditionalGeneration(
+        ConceptMoEVLConfig(
+            text={**SHAPE, **layers, "head_dim": 32},
+            chunk={"router": "cosine", "joint_decoding_layers": 1},
+        )
+    )
+    with torch.no_grad():
+        for projection in (model.language_model.chunk.q_proj, model.language_model.chunk.k_proj):
+            projection.weight.normal_()  # cosines around 0, p around one half
+    return model
+
+
+def decoding(model: nn.Module, rows: int, context: int) -> Callable[[], None]:
+    """A decoding step of `rows` rows behind `context` tokens; every call goes one token further."""
+    model.eval()
+    prompt = torch.randint(0, SHAPE["vocab_size"], (rows, context))
+    with torch.no_grad():
+        out = model(input_ids=prompt, logits_to_keep=1, use_cache=True)
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    cache = {name: out.past_key_values if name == "past_key_values" else out.cache}
+
+    def step() -> None:
+        ids = torch.randint(0, SHAPE["vocab_size"], (rows, 1))
+        with torch.no_grad():
+            model(input_ids=ids, logits_to_keep=1, use_cache=True, **cache)
+
+    return step
+
+
 def paired(
-    ours: Callable[[], None], peer: Callable[[], None], repeats: int
+    ours: Callable[[], None],
+    peer: Callable[[], None],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float, float]:
     """Median seconds of both and the median of the pairwise ratios peer / ours."""
     ours()
@@ -134,9 +171,9 @@ def paired(
     for _ in range(repeats):
         times = []
         for run in (ours, peer):
-            start = time.perf_counter()
+            start = clock()
             run()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         pairs.append(times)
     ratio = statistics.median(b / a for a, b in pairs)
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs), ratio
@@ -147,11 +184,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--what", nargs="+", default=["train", "prefill"], choices=["train", "prefill"]
+        "--what", nargs="+", default=["train", "prefill"], choices=["train", "prefill", "decode"]
     )
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, on a busy machine")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    clock = time.process_time if options.cpu_time else time.perf_counter
     ours, peer = make_pair()
     difference = check_equal(ours, peer)
     print(
@@ -160,7 +199,7 @@ def main() -> None:
     print(f"{'what':36} {'ours':>10} {'Qwen3-MoE':>10} {'ratio':>7}")
 
     def report(name: str, tokens: int, a: Callable[[], None], b: Callable[[], None]) -> None:
-        mine, theirs, ratio = paired(a, b, options.repeats)
+        mine, theirs, ratio = paired(a, b, options.repeats, clock)
         print(
             f"{name:36} {tokens / mine:8.0f}/s {tokens / theirs:8.0f}/s {ratio:6.2f}x", flush=True
         )
@@ -178,6 +217,12 @@ def main() -> None:
         for length in options.lengths:
             ids = torch.randint(0, SHAPE["vocab_size"], (1, length))
             report(f"prefill {length:,} float32", length, prefill(ours, ids), prefill(peer, ids))
+    if "decode" in options.what:
+        chunked = make_chunked()
+        for rows in (1, 16):
+            for name, model in (("plain", ours), ("chunked", chunked)):
+                steps = decoding(model, rows, 1024), decoding(peer, rows, 1024)
+                report(f"decoding {rows} x 1,024, {name}, float32", rows, *steps)
 
 
 if __name__ == "__main__":

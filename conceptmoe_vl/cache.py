@@ -9,18 +9,19 @@ padding here, and the concept level of a row grows only when one of its boundari
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from conceptmoe_vl.concepts import OpenChunks
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.journal import CallRecord, ChunkState, Journal
 from conceptmoe_vl.layout import PackedLayout
 
-_FIRST_CAPACITY = 64
+# A grown buffer has room for a quarter more: every entry is copied four times at most on average,
+# and no prefill is copied by the first step behind it.
+_FIRST_CAPACITY, _SPARE = 64, 0.25
 
 
 class KeyValueStore:
@@ -32,11 +33,7 @@ class KeyValueStore:
 
     def append(self, k_TNH: Tensor, v_TNH: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Writes the new tokens behind what their rows hold; returns both buffers."""
-        needed = max(
-            (past + new for past, new in zip(layout.past_lengths, layout.lengths, strict=True)),
-            default=0,
-        )
-        self._reserve(len(layout.lengths), needed, k_TNH)
+        self._reserve(len(layout.lengths), layout.longest_row, k_TNH)
         assert self.keys is not None
         assert self.values is not None
         if layout.total > len(layout.lengths):
@@ -45,6 +42,9 @@ class KeyValueStore:
             for row, (start, new, past) in enumerate(spans):
                 for buffer, x_TNH in ((self.keys, k_TNH), (self.values, v_TNH)):
                     buffer[row, :, past : past + new] = x_TNH[start : start + new].transpose(0, 1)
+        elif layout.is_full_step and layout.common_past is not None:
+            self.keys[:, :, layout.common_past] = k_TNH
+            self.values[:, :, layout.common_past] = v_TNH
         elif layout.total:  # decoding: one write for all rows
             row_T = layout.document_T
             self.keys[row_T, :, layout.place_T] = k_TNH
@@ -55,7 +55,7 @@ class KeyValueStore:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is not None and needed <= capacity:
             return
-        capacity = max(needed, 2 * capacity, _FIRST_CAPACITY)
+        capacity = needed + max(int(needed * _SPARE), _FIRST_CAPACITY)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = like.new_zeros(rows, like.shape[1], capacity, like.shape[2])
@@ -69,35 +69,15 @@ class KeyValueStore:
 
     @property
     def bytes(self) -> int:
+        """Reserved bytes of both buffers."""
         tensors = [t for t in (self.keys, self.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-
-@dataclasses.dataclass
-class ChunkState:
-    """What one row's chunk module, merge and dechunk know of the past.
-
-    All `[B, ...]`, None before a call.
-
-    Attributes:
-        last_key_GD: key of the last token. open_chunks: running merge of the open chunk.
-        smoothed_GD: last smoothed concept (and, behind it, the smoothed change of residual
-            `delta`).
-    """
-
-    last_key_GD: Tensor | None = None
-    open_chunks: OpenChunks | None = None
-    smoothed_GD: Tensor | None = None
-
-    def select(self, index: Tensor) -> None:
-        if self.last_key_GD is not None:
-            self.last_key_GD = self.last_key_GD[index]
-        if self.open_chunks is not None:
-            self.open_chunks = OpenChunks(
-                self.open_chunks.sum_GD[index], self.open_chunks.count_G[index]
-            )
-        if self.smoothed_GD is not None:
-            self.smoothed_GD = self.smoothed_GD[index]
+    def used_bytes(self, positions: int) -> int:
+        """Bytes of this many positions, summed over the rows."""
+        if self.keys is None:
+            return 0
+        return 2 * positions * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
 
 
 class ConceptCache(Cache):
@@ -110,6 +90,9 @@ class ConceptCache(Cache):
         token_lengths, concept_lengths: what each row holds at either level, Python integers.
         padded_length: columns of the padded inputs seen so far, what transformers calls sequence
             length.
+        chunk: state of the chunk module. journal: what is needed to take tokens back.
+        columns_of_call: columns of the running call's padded inputs, and which of them hold tokens
+            (None: all).
     """
 
     is_compileable = False
@@ -124,14 +107,20 @@ class ConceptCache(Cache):
 
     def reset(self) -> None:
         self.chunk = ChunkState()
+        self.journal = Journal()
         self.token_lengths: tuple[int, ...] = ()
         self.concept_lengths: tuple[int, ...] = ()
         self.padded_length = 0
+        self.columns_of_call: tuple[int, Tensor | None] = (0, None)
         for store in self._stores():
             store.keys = store.values = None
 
     def _stores(self) -> list[KeyValueStore]:
         return [*self.encoder, *self.concept, *self.decoder]
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((s.keys.device for s in self._stores() if s.keys is not None), None)
 
     def begin(self, rows: int) -> None:
         """Checks or sets the number of rows.
@@ -145,6 +134,19 @@ class ConceptCache(Cache):
             raise ValueError(
                 f"the cache holds {len(self.token_lengths)} rows, the input has {rows}"
             )
+
+    def advance(
+        self, record: CallRecord, tokens: tuple[int, ...], concepts: tuple[int, ...]
+    ) -> None:
+        """Counts a finished call.
+
+        Args:
+            record: what is remembered of it. tokens, concepts: new ones of each row.
+        """
+        self.token_lengths = _added(self.token_lengths, tokens)
+        self.concept_lengths = _added(self.concept_lengths, concepts)
+        self.padded_length += self.columns_of_call[0]
+        self.journal.add(record)
 
     def get_seq_length(self, layer_idx: int = 0, cache_position: Tensor | None = None) -> int:
         return self.padded_length
@@ -166,11 +168,14 @@ class ConceptCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.token_lengths))
+        rows = torch.arange(len(self.token_lengths), device=self._device)
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         chosen = indices.tolist()
+        if chosen == list(range(len(self.token_lengths))):
+            return
+        self.journal.clear()
         self.token_lengths = tuple(self.token_lengths[i] for i in chosen)
         self.concept_lengths = tuple(self.concept_lengths[i] for i in chosen)
         for store in self._stores():
@@ -178,19 +183,48 @@ class ConceptCache(Cache):
         self.chunk.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a ConceptMoE cache cannot drop tokens: a merged concept does not tell its tokens "
-            "apart; generate without assisted decoding"
+        """Takes the last columns back from every row, exactly, as if they had never been given.
+
+        Args:
+            tokens_to_remove: minus the number of columns, as transformers calls it; 0 does nothing.
+
+        Raises:
+            ValueError: the number is positive, goes further back than the cache remembers, or ends
+                inside an image.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give a negative number, how many tokens to take back"
+            )
+        if tokens_to_remove == 0:
+            return
+        self.chunk, self.token_lengths, self.concept_lengths = self.journal.take_back(
+            -tokens_to_remove
         )
+        self.padded_length += tokens_to_remove
 
     @property
     def is_croppable(self) -> bool:
-        return False
+        return True
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of the buffers at either level."""
+        """Reserved bytes of the buffers at either level."""
         return {
             "tokens": sum(store.bytes for store in (*self.encoder, *self.decoder)),
             "concepts": sum(store.bytes for store in self.concept),
         }
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of the buffers that hold a token's or a concept's keys and values."""
+        tokens, concepts = sum(self.token_lengths), sum(self.concept_lengths)
+        token_stores = (*self.encoder, *self.decoder)
+        return {
+            "tokens": sum(store.used_bytes(tokens) for store in token_stores),
+            "concepts": sum(store.used_bytes(concepts) for store in self.concept),
+        }
+
+
+def _added(lengths: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(lengths, more, strict=True))

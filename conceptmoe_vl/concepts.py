@@ -33,6 +33,7 @@ class ConceptMap:
         previous_M: extended index of each concept's predecessor pi(m); itself where there is none.
         layout: the documents of the concept stream.
         carried: G with a cache, else 0.
+        is_full_step: a decoding step in which every document has one token.
     """
 
     boundary_M: Tensor
@@ -41,6 +42,7 @@ class ConceptMap:
     previous_M: Tensor
     layout: PackedLayout
     carried: int
+    is_full_step: bool = False
 
     @property
     def count(self) -> int:
@@ -62,6 +64,8 @@ def map_concepts(
         past_concepts: concepts already in the cache per document; None without a cache.
     """
     mask_T = boundaries.mask_T
+    if past_concepts is not None and layout.max_length == 1 and boundaries.parent_P is None:
+        return _map_step(mask_T, layout, positions, past_concepts)
     carried = 0 if past_concepts is None else len(layout.lengths)
     closed_T = mask_T.long().cumsum(0)
     closed_before = torch.cat((closed_T.new_zeros(1), closed_T))[layout.cu_seqlens.long()]
@@ -94,6 +98,52 @@ def map_concepts(
         rows=layout.rows,
     )
     return ConceptMap(boundary_M, merged_T, read_T, previous_M, concept_layout, carried)
+
+
+def _map_step(
+    mask_T: Tensor, layout: PackedLayout, positions: str, past_concepts: tuple[int, ...]
+) -> ConceptMap:
+    """The same for a decoding step, from one look at the boundaries: a few lists are quicker than
+    twenty small kernels.
+    """
+    carried, device = len(layout.lengths), mask_T.device
+    lengths = [0] * carried
+    boundary: list[int] = []
+    read, merged, previous = [], [], []
+    fired = mask_T.tolist()
+    count = sum(fired)
+    documents = [document for document, length in enumerate(layout.lengths) if length]
+    for token, (document, closes) in enumerate(zip(documents, fired, strict=True)):
+        if closes:
+            lengths[document] = 1
+            merged.append(len(boundary))
+            read.append(carried + len(boundary))
+            boundary.append(token)
+            previous.append(document)
+        else:
+            merged.append(count + document)
+            read.append(document)
+    per_token = torch.tensor([merged, read], dtype=torch.int64, device=device)
+    per_concept = torch.tensor([boundary, previous], dtype=torch.int64, device=device)
+    closes_at = layout.positions_T if count == len(fired) else None
+    if positions == "boundary" and closes_at is None:
+        closes_at = layout.positions_T[per_concept[0]]
+    concept_layout = PackedLayout.from_lengths(
+        lengths,
+        device,
+        past_lengths=past_concepts,
+        positions_T=closes_at if positions == "boundary" else None,
+        rows=layout.rows,
+    )
+    return ConceptMap(
+        boundary_M=per_concept[0],
+        merged_into_T=per_token[0],
+        read_T=per_token[1],
+        previous_M=per_concept[1],
+        layout=concept_layout,
+        carried=carried,
+        is_full_step=layout.is_full_step,
+    )
 
 
 def _regions(
@@ -137,6 +187,8 @@ def merge_tokens(
     """
     if merge == "boundary":
         return h_TD.index_select(0, concepts.boundary_M), open_chunks
+    if open_chunks is not None and concepts.is_full_step:
+        return _merge_step(h_TD, concepts, merge, open_chunks)
     count, documents = concepts.count, len(concepts.layout.lengths)
     sums = h_TD.new_zeros(count + documents, h_TD.shape[1], dtype=torch.float32)
     sums = sums.index_add(0, concepts.merged_into_T, h_TD.float())
@@ -158,6 +210,23 @@ def merge_tokens(
     return merged.to(h_TD.dtype), open_chunks
 
 
+def _merge_step(
+    h_TD: Tensor, concepts: ConceptMap, merge: str, open_chunks: OpenChunks
+) -> tuple[Tensor, OpenChunks]:
+    """A decoding step of every document: token g joins the open chunk g, and a boundary closes it.
+
+    Counts are kept up only where `mean` needs them.
+    """
+    sums, counts = open_chunks.sum_GD + h_TD.float(), open_chunks.count_G
+    merged = sums.index_select(0, concepts.boundary_M)
+    if merge == "mean":
+        counts = counts + 1.0
+        merged = merged / counts.index_select(0, concepts.boundary_M)[:, None]
+        counts = counts.index_fill(0, concepts.boundary_M, 0.0)
+    sums = sums.index_fill(0, concepts.boundary_M, 0.0)
+    return merged.to(h_TD.dtype), OpenChunks(sums, counts)
+
+
 def smooth(
     value_MD: Tensor,
     probability_M: Tensor,
@@ -175,14 +244,18 @@ def smooth(
     Returns:
         `[G + M, D]` with a cache, else `[M, D]`: the extended index of `ConceptMap`.
     """
-    decay = 1.0 - probability_M
     value = value_MD.float() * probability_M[:, None]
-    if carried_GD is not None:
-        decay = torch.cat((decay.new_zeros(carried_GD.shape[0]), decay))
-        value = torch.cat((carried_GD.float(), value))
-        roots = torch.arange(carried_GD.shape[0], device=value.device)
-        return _ForestScan.apply(value, decay, torch.cat((roots, concepts.previous_M)), doublings)
-    return _ForestScan.apply(value, decay, concepts.previous_M, doublings)
+    decay = 1.0 - probability_M
+    if carried_GD is None:
+        return _ForestScan.apply(value, decay, concepts.previous_M, doublings)
+    if concepts.layout.max_length <= 1 and concepts.is_full_step:
+        # No concept follows another new one.
+        before_MD = carried_GD.index_select(0, concepts.previous_M)
+        return torch.cat((carried_GD, torch.addcmul(value, decay[:, None], before_MD)))
+    decay = torch.cat((decay.new_zeros(carried_GD.shape[0]), decay))
+    value = torch.cat((carried_GD.float(), value))
+    roots = torch.arange(carried_GD.shape[0], device=value.device)
+    return _ForestScan.apply(value, decay, torch.cat((roots, concepts.previous_M)), doublings)
 
 
 def doublings_for(concepts: ConceptMap, deterministic: bool) -> int | None:
@@ -243,13 +316,22 @@ def _matters(a: Tensor) -> bool:
     return a.numel() > 0 and a.max().item() > 1e-10
 
 
-def plug_back(h_TD: Tensor, u_XD: Tensor, boundaries: Boundaries, concepts: ConceptMap) -> Tensor:
+def plug_back(
+    h_TD: Tensor,
+    u_XD: Tensor,
+    boundaries: Boundaries,
+    concepts: ConceptMap,
+    gathered: bool = False,
+) -> Tensor:
     """Eq. 6: z_n = h_n + s_n u_psi(n).
 
-    s_n = 1 with the gradient of the confidence in the decision taken.
+    s_n = 1 with the gradient of the confidence in the decision taken. `gathered`: u_XD is already
+    u_psi(n).
     """
+    read_TD = u_XD if gathered else u_XD.index_select(0, concepts.read_T)
     p = boundaries.probability_T
+    if not p.requires_grad:
+        return h_TD + read_TD.to(h_TD.dtype)
     confidence_T = torch.where(boundaries.mask_T, p, 1.0 - p)
     straight_T = 1.0 + (confidence_T - confidence_T.detach())
-    read_TD = u_XD.index_select(0, concepts.read_T)
     return h_TD + (straight_T[:, None] * read_TD).to(h_TD.dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conceptmoe_vl.products import compute_dtype, row_multiple
+from conceptmoe_vl.products import FEW_ROWS, compute_dtype, few_rows_product, row_multiple
 
 
 class Experts(nn.Module):
@@ -30,14 +30,16 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
     def forward(
-        self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, counts_E: Tensor
+        self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, counts_E: Tensor | None
     ) -> Tensor:
         """`[T, D]` weighted sum over the chosen experts, in the input's dtype.
 
         Args:
             x_TD: token states. expert_TK: chosen experts. weight_TK: their weights.
-            counts_E: how many of the T * K slots each expert has.
+            counts_E: how many of the T * K slots each expert has; None for few tokens (`is_few`).
         """
+        if counts_E is None:
+            return self._few(x_TD, expert_TK, weight_TK)
         tokens, chosen = expert_TK.shape
         dtype = compute_dtype(x_TD)
         order = expert_TK.flatten().argsort(stable=True)
@@ -53,6 +55,48 @@ class Experts(nn.Module):
         # The inverse permutation and a sum over K is deterministic on CUDA; index_add is not.
         out_TKD = out_SD.index_select(0, inverse).view(tokens, chosen, out_SD.shape[1])
         return out_TKD.sum(1).to(x_TD.dtype)
+
+    def is_few(self, x_TD: Tensor) -> bool:
+        """Whether these tokens may come without counts: a decoding step in float32 on a CPU."""
+        return (
+            x_TD.device.type == "cpu"
+            and x_TD.shape[0] <= 4 * FEW_ROWS
+            and not torch.is_grad_enabled()
+            and compute_dtype(x_TD) == x_TD.dtype == self.down_proj.dtype == torch.float32
+        )
+
+    def _few(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """The same for few tokens: only the chosen experts are touched, by `few_rows_product`."""
+        chosen = expert_TK.flatten().tolist()
+        slots_of: dict[int, list[int]] = {}
+        for slot, expert in enumerate(chosen):
+            slots_of.setdefault(expert, []).append(slot)
+        rows: list[int] = []
+        row_of = [0] * len(chosen)
+        for slots in slots_of.values():
+            for slot in slots:
+                row_of[slot] = len(rows)
+                rows.append(slot)
+            if len(slots) == 1:  # quicker as two rows
+                rows.append(slots[0])
+        groups = [(expert, max(len(slots), 2)) for expert, slots in slots_of.items()]
+        slot_S = torch.tensor(rows)
+        x_SD = x_TD.index_select(0, slot_S // expert_TK.shape[1])
+        gate, up = _products(x_SD, self.gate_up_proj, groups).chunk(2, dim=-1)
+        hidden_SF = F.silu(gate).mul_(up).mul_(weight_TK.flatten()[slot_S, None])
+        out_SD = _products(hidden_SF, self.down_proj, groups)
+        return out_SD.index_select(0, torch.tensor(row_of)).unflatten(0, expert_TK.shape).sum(1)
+
+
+def _products(x_SI: Tensor, weight_EOI: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """`[S, O]`: the rows of each group, (expert, how many), times the weight of its expert."""
+    out_OS = x_SI.new_empty(weight_EOI.shape[1], x_SI.shape[0])
+    experts, counts = zip(*groups, strict=True)
+    weights = weight_EOI.unbind(0)
+    parts = zip(experts, x_SI.split(counts), out_OS.split(counts, dim=1), strict=True)
+    for expert, part, out in parts:
+        few_rows_product(part, weights[expert], out)
+    return out_OS.T.contiguous()
 
 
 def _group_slots(order: Tensor, counts_E: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

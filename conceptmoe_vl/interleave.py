@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,11 @@ def token_kinds(
         ValueError: placeholders and image tokens differ in number, or an image's run is broken.
     """
     forced_T = torch.zeros_like(ids_T, dtype=torch.bool)
-    past = torch.tensor(layout.past_lengths, device=ids_T.device)
-    begins = (layout.cu_seqlens.diff() > 0) & (past == 0)
-    forced_T = forced_T.index_fill(0, layout.cu_seqlens[:-1][begins].long(), True)
+    starts = itertools.accumulate(layout.lengths, initial=0)
+    documents = zip(starts, layout.lengths, layout.past_lengths, strict=False)
+    begins = [start for start, length, past in documents if length and not past]
+    if begins:
+        forced_T = forced_T.index_fill(0, torch.tensor(begins, device=ids_T.device), True)
     if config.image_token_id is None:
         return TokenKinds(torch.zeros_like(forced_T), forced_T, None)
     image_T = ids_T == config.image_token_id

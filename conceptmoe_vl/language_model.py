@@ -22,6 +22,7 @@ from conceptmoe_vl.concepts import (
     smooth,
 )
 from conceptmoe_vl.configuration import ChunkConfig, TextConfig
+from conceptmoe_vl.journal import record_call
 from conceptmoe_vl.layers import Layer, RMSNorm, Stack
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import RouterStatistics
@@ -73,6 +74,7 @@ class ConceptMoELanguageModel(nn.Module):
         kinds: TokenKinds,
         cache: ConceptCache | None = None,
         compression: float | None = None,
+        statistics: bool = True,
     ) -> LanguageModelOutput:
         """Runs the five steps of the method.
 
@@ -80,19 +82,34 @@ class ConceptMoELanguageModel(nn.Module):
             x_TD: token embeddings. layout: documents. kinds: modalities and forced boundaries.
             cache: read and written; its rows are the documents.
             compression: wanted tokens per concept; None means what the model was trained for.
+            statistics: gather the routers' statistics, which only the losses need.
         """
-        h_TD, encoder = self.encoder(x_TD, layout, stores=cache and cache.encoder)
+        before = None if cache is None else dataclasses.replace(cache.chunk)
+        h_TD, encoder = self.encoder(x_TD, layout, None, cache and cache.encoder, statistics)
         boundaries, concepts, c_MD = self._chunk(h_TD, layout, kinds, cache, compression)
         c_MC = self.to_concept(c_MD)
-        changed_MC, concept = self._concept_model(c_MC, concepts, cache)
-        z_TD, concept_XD = self._dechunk(h_TD, c_MC, changed_MC, boundaries, concepts, cache)
+        changed_MC, concept = self._concept_model(c_MC, concepts, cache, statistics)
+        dechunked = self._dechunk(h_TD, c_MC, changed_MC, boundaries, concepts, cache)
+        record = None
+        if cache is not None and before is not None:
+            summed = before.open_chunks or cache.chunk.open_chunks
+            record = record_call(
+                before,
+                (cache.token_lengths, cache.concept_lengths),
+                cache.columns_of_call,
+                layout,
+                kinds,
+                boundaries,
+                None if summed is None else h_TD,
+                dechunked.smoothed_MD,
+            )
+        read = (dechunked.concept_XD, dechunked.read_T)
         y_TD, decoder = self.decoder(
-            z_TD, layout, (concept_XD, concepts.read_T), cache and cache.decoder
+            dechunked.z_TD, layout, read, cache and cache.decoder, statistics
         )
+        if cache is not None and record is not None:
+            cache.advance(record, layout.lengths, concepts.layout.lengths)
         routers = {"encoder": encoder, "concept": concept, "decoder": decoder}
-        if cache is not None:
-            cache.token_lengths = _added(cache.token_lengths, layout.lengths)
-            cache.concept_lengths = _added(cache.concept_lengths, concepts.layout.lengths)
         return LanguageModelOutput(self.norm(y_TD), boundaries, concepts, routers)
 
     def _chunk(
@@ -117,16 +134,18 @@ class ConceptMoELanguageModel(nn.Module):
             return boundaries, concepts, c_MD
         if boundaries.key_TD is not None:
             state.last_key_GD = _last_of_documents(boundaries.key_TD, layout, state.last_key_GD)
-        open_chunks = state.open_chunks or _nothing_open(h_TD, len(layout.lengths))
+        open_chunks = state.open_chunks
+        if open_chunks is None and self.chunk_config.merge != "boundary":
+            open_chunks = _nothing_open(h_TD, len(layout.lengths))
         c_MD, state.open_chunks = merge_tokens(h_TD, concepts, self.chunk_config.merge, open_chunks)
         return boundaries, concepts, c_MD
 
     def _concept_model(
-        self, c_MC: Tensor, concepts: ConceptMap, cache: ConceptCache | None
+        self, c_MC: Tensor, concepts: ConceptMap, cache: ConceptCache | None, statistics: bool
     ) -> tuple[Tensor, list[RouterStatistics]]:
         if concepts.count == 0:  # decoding: no row closed a concept in this step
             return c_MC, []
-        return self.concept(c_MC, concepts.layout, stores=cache and cache.concept)
+        return self.concept(c_MC, concepts.layout, None, cache and cache.concept, statistics)
 
     def _dechunk(
         self,
@@ -136,14 +155,14 @@ class ConceptMoELanguageModel(nn.Module):
         boundaries: Boundaries,
         concepts: ConceptMap,
         cache: ConceptCache | None,
-    ) -> tuple[Tensor, Tensor]:
-        """z `[T, D]` (eq. 5, 6), and the smoothed concepts for joint decoding (extended index)."""
+    ) -> Dechunked:
+        """Eq. 5 and 6."""
         chunk = self.chunk_config
         joint = chunk.joint_decoding_layers > 0
         if chunk.concept_residual == "delta":
             values = self.from_concept(changed_MC - c_MC)
             if chunk.router == "none" and not joint:
-                return h_TD + values, values
+                return Dechunked(h_TD + values, values, concepts.read_T, None)
             if joint:
                 values = torch.cat((self.from_concept(changed_MC), values), dim=1)
         else:
@@ -158,18 +177,34 @@ class ConceptMoELanguageModel(nn.Module):
                 carried = values.new_zeros(concepts.carried, values.shape[1], dtype=torch.float32)
         deterministic = not self.training or chunk.noise == "none"
         smoothed = smooth(values, p_M, concepts, carried, doublings_for(concepts, deterministic))
-        if cache is not None:
-            cache.chunk.smoothed_GD = _last_of_documents(
-                smoothed[concepts.carried :], concepts.layout, carried
-            )
+        new_MD, read_T = smoothed[concepts.carried :], concepts.read_T
+        if cache is not None and concepts.is_full_step:
+            # Each row's token reads the row's last concept: one gather serves all that follows.
+            smoothed, read_T = smoothed.index_select(0, concepts.read_T), None
+            cache.chunk.smoothed_GD = smoothed
+        elif cache is not None:
+            cache.chunk.smoothed_GD = _last_of_documents(new_MD, concepts.layout, carried)
         smoothed = smoothed.to(h_TD.dtype)
         width = h_TD.shape[1]
         concept_XD, u_XD = smoothed[:, :width], smoothed[:, -width:]
-        return plug_back(h_TD, u_XD, boundaries, concepts), concept_XD
+        z_TD = plug_back(h_TD, u_XD, boundaries, concepts, gathered=read_T is None)
+        return Dechunked(z_TD, concept_XD, read_T, new_MD)
 
 
-def _added(lengths: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(lengths, more, strict=True))
+@dataclasses.dataclass(frozen=True)
+class Dechunked:
+    """What the decoder reads.
+
+    Attributes:
+        z_TD: eq. 6. concept_XD: smoothed concepts for joint decoding. read_T: `[T]` which of them
+            each token reads; None: token n reads entry n.
+        smoothed_MD: the new smoothed concepts; None where nothing is smoothed.
+    """
+
+    z_TD: Tensor
+    concept_XD: Tensor
+    read_T: Tensor | None
+    smoothed_MD: Tensor | None
 
 
 def _nothing_open(h_TD: Tensor, documents: int) -> OpenChunks:
@@ -179,8 +214,10 @@ def _nothing_open(h_TD: Tensor, documents: int) -> OpenChunks:
 
 def _last_of_documents(x_TD: Tensor, layout: PackedLayout, before_GD: Tensor | None) -> Tensor:
     """`[G, D]`: last entry of each document, or what it carried where nothing is new."""
-    lengths = torch.tensor(layout.lengths, device=x_TD.device)
     if x_TD.shape[0] == 0:
         return before_GD
+    if layout.is_full_step:
+        return x_TD
+    lengths = torch.tensor(layout.lengths, device=x_TD.device)
     last = x_TD[(layout.cu_seqlens[1:].long() - 1).clamp(min=0)]
     return last if before_GD is None else torch.where(lengths[:, None] > 0, last, before_GD)

@@ -107,12 +107,14 @@ class JointDecoding(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.start = 0.0
 
-    def forward(self, concept_MD: Tensor, concept_of_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, concept_MD: Tensor, concept_of_T: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.norm(concept_MD)
-        q, k, v = (
-            proj(normed).index_select(0, concept_of_T)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (proj(normed) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if concept_of_T is None:  # token n reads concept n
+            return q, k, v
+        q, k, v = (x.index_select(0, concept_of_T) for x in (q, k, v))
         return q, k, v
 
 
@@ -136,7 +138,7 @@ class Attention(nn.Module):
         x_TD: Tensor,
         layout: PackedLayout,
         rotary: tuple[Tensor, Tensor],
-        concepts: tuple[Tensor, Tensor] | None,
+        concepts: tuple[Tensor, Tensor | None] | None,
         store: KeyValueStore | None,
     ) -> Tensor:
         tokens, x_RD = x_TD.shape[0], round_rows(x_TD)
@@ -184,13 +186,14 @@ class Layer(nn.Module):
         x_TD: Tensor,
         layout: PackedLayout,
         rotary: tuple[Tensor, Tensor],
-        concepts: tuple[Tensor, Tensor] | None = None,
+        concepts: tuple[Tensor, Tensor | None] | None = None,
         store: KeyValueStore | None = None,
-    ) -> tuple[Tensor, RouterStatistics]:
+        statistics: bool = True,
+    ) -> tuple[Tensor, RouterStatistics | None]:
         attended = self.self_attn(self.input_layernorm(x_TD), layout, rotary, concepts, store)
         x_TD = x_TD + attended
-        out_TD, statistics = self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD + out_TD, statistics
+        out_TD, counted = self.mlp(self.post_attention_layernorm(x_TD), statistics)
+        return x_TD + out_TD, counted
 
 
 class Stack(nn.Module):
@@ -213,20 +216,24 @@ class Stack(nn.Module):
         self,
         x_TD: Tensor,
         layout: PackedLayout,
-        concepts: tuple[Tensor, Tensor] | None = None,
+        concepts: tuple[Tensor, Tensor | None] | None = None,
         stores: list[KeyValueStore] | None = None,
+        statistics: bool = True,
     ) -> tuple[Tensor, list[RouterStatistics]]:
-        """`[T, D]` states after all layers, and the statistics of every execution in order."""
+        """`[T, D]` states after all layers, and the statistics of every execution in order (none
+        where they are not wanted).
+        """
         rotary = rotary_table(layout.positions_T, self.head_dim, self.theta)
         collected = []
         for execution, index in enumerate(self.schedule):
             store = stores[execution] if stores is not None else None
             layer = self.layers[index]
             if self.gradient_checkpointing and self.training:
-                x_TD, statistics = torch.utils.checkpoint.checkpoint(
+                x_TD, counted = torch.utils.checkpoint.checkpoint(
                     layer, x_TD, layout, rotary, concepts, None, use_reentrant=False
                 )
             else:
-                x_TD, statistics = layer(x_TD, layout, rotary, concepts, store)
-            collected.append(statistics)
+                x_TD, counted = layer(x_TD, layout, rotary, concepts, store, statistics)
+            if counted is not None:
+                collected.append(counted)
         return x_TD, collected

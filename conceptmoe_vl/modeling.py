@@ -28,6 +28,7 @@ from conceptmoe_vl.losses import auxiliary_losses, chunked_cross_entropy
 from conceptmoe_vl.moe import Router
 from conceptmoe_vl.outputs import ChunkOutput, ConceptMoEVLOutput
 from conceptmoe_vl.packed_inputs import PackedInputs
+from conceptmoe_vl.products import FEW_ROWS, compute_dtype, few_rows_product
 from conceptmoe_vl.vision import VisionTower, build_projector
 
 # What transformers' own callers hand to every model and this one has no use for.
@@ -44,6 +45,11 @@ class LanguageModelHead(nn.Linear):
 
     def forward(self, h_SD: Tensor, target_S: Tensor | None = None) -> Any:
         if target_S is None:
+            rows = h_SD.numel() // h_SD.shape[-1]
+            few = 0 < rows <= FEW_ROWS and h_SD.device.type == "cpu" and not torch.is_grad_enabled()
+            if few and compute_dtype(h_SD) == h_SD.dtype == self.weight.dtype == torch.float32:
+                product = few_rows_product(h_SD.reshape(rows, -1).contiguous(), self.weight)
+                return product.T.contiguous().view(*h_SD.shape[:-1], -1)
             return super().forward(h_SD)
         return chunked_cross_entropy(h_SD, self.weight, target_S)
 
@@ -194,12 +200,13 @@ class ConceptMoEVLForConditionalGeneration(
         x_TD = self._place_images(
             x_TD, kinds.image_T, pixel_values, grids, patch_coord, patch_valid
         )
-        if cache is not None:
-            assert input_ids is not None  # PackedInputs refuses None
-            cache.padded_length += input_ids.shape[-1]
-        states = self.language_model(x_TD, packed.layout, kinds, cache, compression)
+        # Nobody reads the losses of a decoding step; they would take a fifth of its time.
+        step = cache is not None and packed.layout.max_length == 1 and packed.layout.has_past
+        statistics = not step or labels is not None or torch.is_grad_enabled()
+        states = self.language_model(x_TD, packed.layout, kinds, cache, compression, statistics)
         output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
-        self._add_losses(output, states, packed, kinds.image_T, labels, num_items_in_batch)
+        if statistics:
+            self._add_losses(output, states, packed, kinds.image_T, labels, num_items_in_batch)
         wanted = (
             return_logits
             if return_logits is not None
@@ -311,7 +318,7 @@ class ConceptMoEVLForConditionalGeneration(
 
 def _chunk_output(states: LanguageModelOutput, layout: PackedLayout) -> ChunkOutput:
     carried = states.concepts.carried
-    read_T = states.concepts.read_T - carried
+    read_T = states.concepts.read_T - carried if carried else states.concepts.read_T
     return ChunkOutput(
         boundary_prob=states.boundaries.probability_T,
         boundary_mask=states.boundaries.mask_T,

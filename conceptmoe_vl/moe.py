@@ -61,28 +61,35 @@ class MoEBlock(nn.Module):
             else None
         )
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """`[T, D]` output in the input's dtype, and the router's statistics."""
+    def forward(
+        self, x_TD: Tensor, statistics: bool = True
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        """`[T, D]` output in the input's dtype, and the router's statistics if wanted."""
         logits_TE = self.gate(x_TD)
         probability_TE = logits_TE.softmax(-1)
         weight_TK, expert_TK = probability_TE.topk(self.num_experts_per_tok, dim=-1)
         if self.norm_topk_prob:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        if not statistics and self.experts.is_few(x_TD):
+            out_TD = self.experts(x_TD, expert_TK, weight_TK, None)
+            return self._with_shared(x_TD, out_TD), None
         counts_E = torch.zeros(logits_TE.shape[1], dtype=torch.int64, device=x_TD.device)
         counts_E = counts_E.scatter_add(
             0, expert_TK.flatten(), torch.ones_like(expert_TK).flatten()
         )
-        out_TD = self.experts(x_TD, expert_TK, weight_TK, counts_E)
-        if self.shared is not None:
-            out_TD = out_TD + self.shared(x_TD)
-        statistics = RouterStatistics(
+        out_TD = self._with_shared(x_TD, self.experts(x_TD, expert_TK, weight_TK, counts_E))
+        if not statistics:
+            return out_TD, None
+        return out_TD, RouterStatistics(
             slots_E=counts_E,
             probability_E=probability_TE.sum(0),
             z=logits_TE.logsumexp(-1).square().sum(),
             tokens=x_TD.shape[0],
             chosen=self.num_experts_per_tok,
         )
-        return out_TD, statistics
+
+    def _with_shared(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
 
 class Router(nn.Module):

@@ -19,9 +19,9 @@ class ChunkOutput(ModelOutput):
         concept_index: `[T]` concept that each token reads, counted in this call; -1: one of an
             earlier call.
         cu_seqlens: `[G + 1]` document offsets.
-        ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens.
-        ratio_by_target: the same for documents by their drawn ratio; None unless training with
-            `chunk.target_ratios`.
+        ratio: tokens per concept. ratio_by_modality: the same for `text` and `image` tokens. Both
+            are None in a decoding step. ratio_by_target: the same for documents by their drawn
+            ratio; None unless training with `chunk.target_ratios`.
     """
 
     boundary_prob: Tensor | None = None
@@ -39,7 +39,9 @@ class ConceptMoEVLOutput(ModelOutput):
 
     Attributes:
         loss: total: language, ratio, balance and z losses at their weights. lm_loss, ratio_loss,
-            balance_loss, router_z_loss: each unweighted.
+            balance_loss, router_z_loss: each unweighted. All are None in a decoding step (one token
+            a row behind a cache, no labels, no gradient), where nobody reads them; so is
+            expert_load.
         logits: `[B, N, V]`, or `[T, V]` for packed inputs; None in training unless asked for.
         cache: the two-level cache. chunks: the chunking.
         lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions:

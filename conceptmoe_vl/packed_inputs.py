@@ -32,6 +32,7 @@ class PackedInputs:
                 "give [B, N] ids, or [T] ids with cu_seqlens"
             )
         self.kept_BN: Tensor | None = None
+        self.padded = False
         if cu_seqlens is not None:
             if cache is not None:
                 raise ValueError(
@@ -61,11 +62,13 @@ class PackedInputs:
         else:
             kept = attention_mask[:, -columns:].bool().to(input_ids.device)
         self.kept_BN = kept
-        self.ids_T = input_ids[kept]
+        lengths = kept.sum(1).tolist() if attention_mask is not None else [columns] * rows
+        self.padded = sum(lengths) != rows * columns
+        self.ids_T = input_ids[kept] if self.padded else input_ids.flatten()
         numbers = tuple(range(rows)) if cache is not None else None
-        self.layout = PackedLayout.from_lengths(
-            kept.sum(1).tolist(), input_ids.device, past, rows=numbers
-        )
+        if cache is not None:
+            cache.columns_of_call = columns, kept if self.padded else None
+        self.layout = PackedLayout.from_lengths(lengths, input_ids.device, past, rows=numbers)
 
     def supervised(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Stream indices of supervised tokens and their ids.
@@ -87,6 +90,9 @@ class PackedInputs:
             return head(hidden_TD)
         rows, columns = self.kept_BN.shape
         wanted = self.kept_BN
+        if not self.padded:
+            keep = min(logits_to_keep or columns, columns)
+            return head(hidden_TD.unflatten(0, (rows, columns))[:, columns - keep :])
         if logits_to_keep:
             columns = min(logits_to_keep, columns)
             wanted = wanted[:, -columns:]
@@ -94,8 +100,6 @@ class PackedInputs:
             in_stream[:, -columns:] = wanted
             hidden_TD = hidden_TD[in_stream[self.kept_BN]]
         logits = head(hidden_TD)
-        if hidden_TD.shape[0] == rows * columns:
-            return logits.view(rows, columns, -1)
         out = logits.new_zeros(rows, columns, logits.shape[-1])
         out[wanted] = logits
         return out

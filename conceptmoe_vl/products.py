@@ -38,6 +38,25 @@ def round_rows(x: Tensor) -> Tensor:
     return F.pad(x.to(compute_dtype(x)), (0, 0, 0, missing)) if missing else x
 
 
+# Up to this many rows MKL is quicker with the product turned round. One core, cold weights
+# [512, 256], microseconds as x W^T / as W x^T: 1 row 87 / 88 (as 2 rows 48), 2 rows 104 / 48,
+# 4 rows 124 / 75, 6 rows 130 / 75, 16 rows 148 / 170. The operand on the right must be the
+# transpose of contiguous rows (otherwise 170).
+FEW_ROWS = 8
+
+
+def few_rows_product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """`W x^T` `[out, rows]` of a few float32 rows on a CPU, without gradient.
+
+    Args:
+        x: `[rows, in]`, contiguous. weight: `[out, in]`. out: written to, if given.
+    """
+    if x.shape[0] > 1:
+        return torch.mm(weight, x.T, out=out)
+    doubled = torch.mm(weight, x.expand(2, -1).contiguous().T)[:, :1]
+    return doubled if out is None else out.copy_(doubled)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` over packed rows `[T, in]` -> `[T, out]`."""
 

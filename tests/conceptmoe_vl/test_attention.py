@@ -111,6 +111,57 @@ def test_cached_attention_equals_the_whole_documents(past, lengths, rows):
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
+def filled(past, lengths, rows, buffers, heads=4, kv_heads=2):
+    """Random queries, cache buffers, and what plain products over each row's keys give."""
+    keys, values = (
+        torch.randn(buffers, kv_heads, max(past) + max(lengths) + 3, SIZE) for _ in "kv"
+    )
+    q = torch.randn(sum(lengths), heads, SIZE)
+    expected, start = [], 0
+    for row, before, new in zip(rows, past, lengths, strict=True):
+        own = (keys[row, :, : before + new], values[row, :, : before + new])
+        k, v = (x.repeat_interleave(heads // kv_heads, 0).double() for x in own)
+        scores = q[start : start + new].transpose(0, 1).double() @ k.transpose(1, 2) * SIZE**-0.5
+        hidden = torch.ones(new, before + new).triu(before + 1).bool()
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        expected.append((weights @ v).transpose(0, 1))
+        start += new
+    layout = PackedLayout.from_lengths(lengths, CPU, past_lengths=tuple(past), rows=tuple(rows))
+    return q, keys, values, layout, torch.cat(expected)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    past=st.lists(st.integers(0, 700), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_steps_of_any_rows_read_the_cache_in_place(past, data):
+    """Rows without a token, rows of different length, rows in another order than the documents."""
+    lengths = data.draw(st.lists(st.integers(0, 1), min_size=len(past), max_size=len(past)))
+    lengths[data.draw(st.integers(0, len(past) - 1))] = 1
+    rows = data.draw(st.permutations(range(len(past))))
+    q, keys, values, layout, expected = filled(past, lengths, rows, len(past))
+    with torch.no_grad():
+        out = cached_attention(q, keys, values, layout)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    groups, _ = layout.step_groups
+    read = sum((group.stop - group.first) * group.longest for group in groups)
+    needed = sum(p + 1 for p, n in zip(past, lengths, strict=True) if n)
+    assert read <= needed + 256 * (sum(lengths) - len(groups))
+
+
+@pytest.mark.parametrize(
+    ("past", "lengths"), [([3000, 5], [300, 300]), ([2048], [256]), ([100, 0], [700, 3])]
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_long_continuations(past, lengths, grad):
+    """Blocks of queries, and old and new keys apart, against plain products."""
+    q, keys, values, layout, expected = filled(past, lengths, range(len(past)), len(past))
+    with torch.set_grad_enabled(grad):
+        out = cached_attention(q, keys, values, layout)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_rotary_table_turns_like_the_formula():
     positions = torch.tensor([0, 1, 5, 100])
     x = torch.randn(4, 2, SIZE)

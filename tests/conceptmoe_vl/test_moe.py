@@ -117,3 +117,24 @@ def test_no_tokens_at_all():
     assert out.shape == (0, 16)
     (out.sum() + statistics.z + statistics.probability_E.sum()).backward()
     assert all(torch.isfinite(p.grad).all() for p in block.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 32])
+def test_few_tokens_without_statistics_are_the_same_block(tokens, shared, norm):
+    """A decoding step touches the chosen experts alone; one expert may take all or a single one."""
+    block = make_block(experts=8, shared=shared, norm=norm)
+    x = torch.randn(tokens, 16)
+    with torch.no_grad():
+        assert block.experts.is_few(x)
+        expected, _ = block(x)
+        out, statistics = block(x, False)
+        assert statistics is None
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.nn.init.zeros_(block.gate.weight)  # all tokens to the same experts
+        torch.testing.assert_close(block(x, False)[0], block(x)[0], atol=1e-5, rtol=1e-5)
+        assert not block.experts.is_few(x.bfloat16())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not block.experts.is_few(x)
+    assert not block.experts.is_few(x)  # with gradients

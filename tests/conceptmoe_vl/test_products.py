@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from conceptmoe_vl.experts import Experts
-from conceptmoe_vl.products import Linear, round_rows, row_multiple
+from conceptmoe_vl.modeling import LanguageModelHead
+from conceptmoe_vl.products import Linear, few_rows_product, round_rows, row_multiple
 
 
 def test_only_bfloat16_on_the_cpu_is_rounded() -> None:
@@ -95,3 +96,28 @@ def test_rounded_groups_equal_a_loop_over_slots(tokens: int, unused: bool) -> No
     for ours, reference in zip(gradients(fast), gradients(slow), strict=True):
         scale = reference.abs().max().item()
         torch.testing.assert_close(ours, reference, rtol=5e-2, atol=2e-2 * max(scale, 1e-3))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_few_rows_turned_round(rows):
+    x, weight = torch.randn(rows, 24), torch.randn(40, 24)
+    expected = (x.double() @ weight.double().T).T
+    torch.testing.assert_close(few_rows_product(x, weight).double(), expected, atol=1e-5, rtol=1e-5)
+    out = torch.full((40, rows + 2), float("nan"))
+    few_rows_product(x, weight, out[:, 1 : rows + 1])
+    torch.testing.assert_close(out[:, 1 : rows + 1].double(), expected, atol=1e-5, rtol=1e-5)
+    assert out[:, 0].isnan().all()
+    assert out[:, -1].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (3, 24), (8, 24), (9, 24), (2, 1, 24), (0, 24)])
+def test_the_head_of_few_rows_is_a_linear_layer(shape):
+    head = LanguageModelHead(24, 40, bias=False)
+    x = torch.randn(shape)
+    expected = torch.nn.functional.linear(x, head.weight)
+    with torch.no_grad():
+        out = head(x)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    head(x).sum().backward()
+    assert head.weight.grad is not None
