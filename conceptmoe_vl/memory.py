@@ -75,8 +75,8 @@ def activation_bytes(
 
     | kept | values |
     | --- | --- |
-    | two norms: input, normalised, scaled | 6 d |
-    | QK-norm: heads and normalised heads | 2 (N + N_kv) H |
+    | two norms: input and output | 4 d |
+    | QK-norm: heads before it | (N + N_kv) H |
     | queries, keys, values and outputs of attention | (2 N + 2 N_kv) H |
     | router logits and probabilities | 2 E |
     | experts: gathered input, gate and up, SiLU, product, weighted product | K (d + 5 F) |
@@ -93,12 +93,12 @@ def activation_bytes(
     assert text.head_dim is not None  # TextConfig fills it in
     concepts = count_concepts(config, tokens, ratio)
     wide, narrow = text.num_attention_heads, text.num_key_value_heads
-    heads = (wide + narrow) * text.head_dim * (4 if text.qk_norm else 2)
+    heads = (wide + narrow) * text.head_dim * (3 if text.qk_norm else 2)
 
     def layer(d: int, experts: int, chosen: int) -> int:
         routed = 2 * experts + chosen * (d + 5 * text.moe_intermediate_size)
         shared = 4 * text.num_shared_experts * text.moe_intermediate_size
-        return (6 * d + heads + routed + shared) * bytes_per_value
+        return (4 * d + heads + routed + shared) * bytes_per_value
 
     token = layer(text.hidden_size, text.num_experts, text.num_experts_per_tok)
     concept = layer(text.width_of_concepts, text.experts_of_concepts, text.experts_per_concept)

@@ -9,15 +9,27 @@ import numpy as np
 
 
 def flip_shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) -> np.ndarray:
-    """One of the eight mirrors and quarter turns, then a shift.
-
-    The shift moves only plain borders out of the frame, so nothing in the picture is ever cut; what
-    comes in has the border's colour. A picture without plain borders is not shifted.
-    """
+    """One of the eight mirrors and quarter turns, then a shift (see `shift`)."""
     turns, mirror = int(rng.integers(4)), bool(rng.integers(2))
-    down, right = rng.random(2)
     image = np.rot90(image, turns)
-    image = np.ascontiguousarray(image[:, ::-1] if mirror else image)
+    return shift(np.ascontiguousarray(image[:, ::-1] if mirror else image), rng, max_shift)
+
+
+def mirror_shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) -> np.ndarray:
+    """Left and right swapped in half of all cases, then a shift: what is up stays up."""
+    mirror = bool(rng.integers(2))
+    return shift(np.ascontiguousarray(image[:, ::-1]) if mirror else image, rng, max_shift)
+
+
+AUGMENTATIONS = {"flip_shift": flip_shift, "mirror_shift": mirror_shift}
+
+
+def shift(image: np.ndarray, rng: np.random.Generator, max_shift: int) -> np.ndarray:
+    """Moves only plain borders out of the frame, so nothing in the picture is ever cut.
+
+    What comes in has the border's colour. A picture without plain borders is not shifted.
+    """
+    down, right = rng.random(2)
     if max_shift == 0:
         return image
     border = image[0, 0]

@@ -8,6 +8,7 @@ from typing import Any
 from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.images import MAX_PIXELS
+from data_pipelines.augment import AUGMENTATIONS
 
 
 @dataclasses.dataclass
@@ -24,9 +25,10 @@ class DataConfig:
         questions_per_conversation: most questions of a record with `independent_turns`, chosen
             anew each epoch; None: all.
         shuffle_questions: a new order of such a record's questions each epoch.
-        augment: none | flip_shift (mirrors, quarter turns and shifts that keep everything in the
+        augment: none | mirror_shift (left and right swapped, and shifts that keep everything in
+            the frame) | flip_shift (mirrors, quarter turns and shifts that keep everything in the
             frame; only for questions that stay true under them).
-        max_shift: pixels that flip_shift moves a picture at most, along each axis.
+        max_shift: pixels that either moves a picture at most, along each axis.
         pack_lookahead: samples held ready to fill a batch's rest.
         on_error: what a damaged sample does: raise | skip | limit (skip up to a limit).
         max_skips: damaged samples per epoch and process that `limit` allows; None: by share.
@@ -60,7 +62,7 @@ class DataConfig:
         if not self.shards or not all(isinstance(pattern, str) for pattern in self.shards):
             raise UserError(f"data.shards is {self.shards!r}; name tar files or patterns of them")
         for name, choices in (
-            ("augment", ("none", "flip_shift")),
+            ("augment", ("none", *AUGMENTATIONS)),
             ("on_error", ("raise", "skip", "limit")),
             ("on_truncated_shard", ("raise", "skip")),
         ):

@@ -10,7 +10,7 @@ import numpy as np
 from conceptmoe_vl.images import ImageError, decode_image
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, EncodedSample
 from conceptmoe_vl.prompts import Picture, Turn
-from data_pipelines.augment import flip_shift
+from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.config import DataConfig
 from data_pipelines.records import Conversation, RecordError, pick_questions, read_record
 from data_pipelines.shards import IndexedSample, ShardReader
@@ -123,8 +123,8 @@ class SampleEncoder:
         data = self._reader.read(indexed, member)
         image = decode_image(data, background, self.config.max_image_pixels, name=member)
         array = np.asarray(image)
-        if self.config.augment == "flip_shift":
-            array = flip_shift(array, rng, self.config.max_shift)
+        if self.config.augment != "none":
+            array = AUGMENTATIONS[self.config.augment](array, rng, self.config.max_shift)
         return array
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipelines.augment import flip_shift, plain_borders
+from data_pipelines.augment import flip_shift, mirror_shift, plain_borders
 
 BACKGROUND, INK = 200, 50
 
@@ -49,6 +49,15 @@ def test_all_mirrors_and_places_occur():
     tops = {plain_borders(picture)[0] for picture in moved}
     assert tops >= {6, 7, 8, 9, 10, 11, 12, 13, 14}
     assert min(tops) >= 6
+
+
+def test_mirroring_keeps_what_is_up_up():
+    image = drawing(10, 10, SHAPE)
+    rng = np.random.default_rng(0)
+    moved = [mirror_shift(image, rng, 4) for _ in range(400)]
+    seen = {crop(picture).tobytes() for picture in moved}
+    assert seen == {SHAPE.tobytes(), SHAPE[:, ::-1].tobytes()}
+    assert {plain_borders(picture)[0] for picture in moved} == set(range(6, 15))
 
 
 def test_photographs_are_mirrored_but_not_shifted():
