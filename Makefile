@@ -7,7 +7,7 @@ PYTHON ?= python3
 RUN ?= runs/easy_vqa
 DATA ?= data/easy_vqa
 CONFIG ?= configs/easy_vqa.yaml
-# Two processes of one thread train 1.5 times as fast as one of two; a GPU takes one.
+# Two processes of one thread train faster than one of two (docs/design_decisions.md); a GPU takes one.
 PROCESSES ?= $(shell command -v nvidia-smi > /dev/null && echo 1 || echo 2)
 QUESTION ?= what is the color of the shape?
 PYTEST_ARGS ?= -n 2 --dist loadfile
