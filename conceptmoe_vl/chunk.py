@@ -117,16 +117,16 @@ class ChunkModule(nn.Module):
         """
         budget = self.dial.budget(compression, kinds.image_T, layout, self.training)
         patches = kinds.patches if self.config.image_mode == "grid" else None
-        unit_q, unit_k, key_TD = None, None, None
-        if self.config.router == "cosine":
-            key_TD = self.k_proj(h_TD)
-            unit_q, unit_k = _unit(self.q_proj(h_TD)), _unit(key_TD)
-        p_T = self._sequential_probability(h_TD, unit_q, unit_k, layout, last_key_GD, budget.ratio)
+        key_TD = self.k_proj(h_TD) if self.config.router == "cosine" else None
+        pairs = None
+        if key_TD is not None:
+            pairs = _Cosines(self.q_proj(h_TD), key_TD, layout, last_key_GD)
+        p_T = self._sequential_probability(h_TD, pairs, layout, budget.ratio)
         parent_P = None
         if patches is not None:
-            if unit_q is None or unit_k is None:
-                unit_q = unit_k = _unit(h_TD)
-            p_P, parent_P = self._grid_probability(unit_q, unit_k, patches)
+            p_P, parent_P = self._grid_probability(
+                pairs or _Cosines(h_TD, h_TD, layout, None), patches
+            )
             if self.config.router == "cosine":
                 p_T = p_T.index_put((patches.token_P,), p_P)
         p_T = p_T.masked_fill(kinds.forced_T, 1.0)
@@ -138,13 +138,7 @@ class ChunkModule(nn.Module):
         return Boundaries(p_T, mask_T, parent_P, key_TD, raw_T, budget.target_G)
 
     def _sequential_probability(
-        self,
-        h_TD: Tensor,
-        unit_q: Tensor | None,
-        unit_k: Tensor | None,
-        layout: PackedLayout,
-        last_key_GD: Tensor | None,
-        ratio: float,
+        self, h_TD: Tensor, pairs: _Cosines | None, layout: PackedLayout, ratio: float
     ) -> Tensor:
         router = self.config.router
         if router == "none":
@@ -155,33 +149,26 @@ class ChunkModule(nn.Module):
             # The position in the document, not the rotary one: it counts tokens already cached too.
             n = layout.place_T.double()
             return ((n / ratio).floor() != ((n - 1) / ratio).floor()).float()
-        # The cosine router has made them.
-        assert unit_q is not None
-        assert unit_k is not None
-        before = unit_k.roll(1, 0)
-        if last_key_GD is not None:
-            before = before.index_put(
-                (layout.starts,), _unit(last_key_GD[layout.document_T[layout.starts]])
-            )
-        return (0.5 - 0.5 * (unit_q * before).sum(-1)).clamp(0.0, 1.0)
+        assert pairs is not None  # the cosine router has made them
+        return (0.5 - 0.5 * pairs.before_T).clamp(0.0, 1.0)
 
-    def _grid_probability(
-        self, unit_q: Tensor, unit_k: Tensor, patches: ImagePatches
-    ) -> tuple[Tensor, Tensor]:
+    def _grid_probability(self, pairs: _Cosines, patches: ImagePatches) -> tuple[Tensor, Tensor]:
         """p and the parent of every patch: the most similar earlier neighbour in the plane."""
         token, left_edge = patches.token_P, patches.column_P == 0
         up, top_edge = token - patches.columns_P, patches.row_P == 0
-        neighbours = [(token - 1, left_edge), (up, top_edge)]
+        neighbours = [(up, top_edge)]
         if self.config.neighborhood == 8:
             right_edge = patches.column_P == patches.columns_P - 1
             neighbours += [(up - 1, left_edge | top_edge), (up + 1, right_edge | top_edge)]
-        index_PX = torch.stack([where for where, _ in neighbours], 1)
-        missing_PX = torch.stack([edge for _, edge in neighbours], 1)
-        index_PX = torch.where(missing_PX, token[:, None], index_PX)
-        cosines = [(unit_q[token] * unit_k[index_PX[:, x]]).sum(-1) for x in range(len(neighbours))]
-        cosine_PX = torch.stack(cosines, 1).masked_fill(missing_PX, -2.0)
-        best_P, choice_P = cosine_PX.max(1)
-        parent_P = index_PX.gather(1, choice_P[:, None]).squeeze(1)
+        indices, cosines = [token - 1], [pairs.before_T[token].masked_fill(left_edge, -2.0)]
+        for where, missing in neighbours:
+            where = torch.where(missing, token, where)
+            indices.append(where)
+            cosines.append(pairs.between(token, where).masked_fill(missing, -2.0))
+        best_P, choice_P = torch.stack(cosines, 1).max(1)
+        parent_P = torch.stack(indices, 1).gather(1, choice_P[:, None]).squeeze(1)
+        # An image's first patch has no neighbour: its own parent.
+        parent_P = torch.where(left_edge & top_edge, token, parent_P)
         return (0.5 - 0.5 * best_P).clamp(0.0, 1.0), parent_P
 
     def _decide(self, p_T: Tensor, reached_T: Tensor) -> Tensor:
@@ -204,5 +191,36 @@ def sharpen(p: Tensor, tau: float) -> Tensor:
     return torch.where(p >= THRESHOLD, p ** (1 / tau), 1 - (1 - p) ** (1 / tau))
 
 
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x.float(), dim=-1)
+class _Cosines:
+    """Cosines of the tokens' q and k in float32, each as a product over the two lengths.
+
+    Args:
+        q_TD, k_TD: projections of the T tokens. layout: documents.
+        last_key_GD: key of the token before each document's first one here; None without a cache.
+
+    Attributes:
+        before_T: `[T]` cosine of each token with the one before it; the first token of a document
+            without a past has no meaning there.
+    """
+
+    def __init__(
+        self, q_TD: Tensor, k_TD: Tensor, layout: PackedLayout, last_key_GD: Tensor | None
+    ) -> None:
+        self._q_TD, self._k_TD = q_TD.float(), k_TD.float()
+        self._q_T, self._k_T = _inverse_length(self._q_TD), _inverse_length(self._k_TD)
+        products = (self._q_TD[1:] * self._k_TD[:-1]).sum(-1)
+        self.before_T = F.pad(products * self._q_T[1:] * self._k_T[:-1], (1, 0))
+        if last_key_GD is not None:
+            starts = layout.starts
+            last = last_key_GD[layout.document_T[starts]].float()
+            cosines = (self._q_TD[starts] * last).sum(-1) * self._q_T[starts]
+            self.before_T = self.before_T.index_put((starts,), cosines * _inverse_length(last))
+
+    def between(self, current: Tensor, earlier: Tensor) -> Tensor:
+        """`[P]` cosines of the q of some tokens with the k of others."""
+        rows = self._q_TD.index_select(0, current) * self._k_TD.index_select(0, earlier)
+        return rows.sum(-1) * self._q_T[current] * self._k_T[earlier]
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    return 1.0 / torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
