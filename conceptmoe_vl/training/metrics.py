@@ -49,6 +49,7 @@ class StepStatistics:
         self._counts: list[list[torch.Tensor]] = []
         self._by_group: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self._load: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+        self._by_target: dict[float, torch.Tensor] = {}
 
     def add(self, batch: Any, out: Any) -> None:
         """Takes one micro-batch and the model's output for it (`loss` before any division by
@@ -61,6 +62,7 @@ class StepStatistics:
         if not self._detailed:
             return
         self._add_losses_by_group(batch, out)
+        self._by_target = getattr(chunks, "ratio_by_target", None) or {}
         for stage, load in (getattr(out, "expert_load", None) or {}).items():
             self._load[stage].append(load.detach().double().cpu())
 
@@ -136,7 +138,7 @@ class StepStatistics:
             for stage, values in rank_load.items():
                 loads[stage].append(values)
         means = {group: total / count for group, (total, count) in sorted(totals.items()) if count}
-        return {
+        details: dict[str, Any] = {
             "lm_loss_text": means.get("text"),
             "lm_loss_image": means.get("image"),
             "lm_loss_by_source": {
@@ -147,6 +149,11 @@ class StepStatistics:
             "expert_load": {stage: _load_extremes(values) for stage, values in loads.items()},
             "skipped": dict(sorted(skips.items())),
         }
+        if self._by_target:  # the model has summed it over ranks; of the last micro-batch
+            details["ratio_by_target"] = {
+                f"{target:g}": float(ratio) for target, ratio in self._by_target.items()
+            }
+        return details
 
 
 def _load_extremes(loads: list) -> dict[str, float]:

@@ -221,6 +221,30 @@ def test_text_only_models_train(tmp_path):
     assert last["lm_loss_text"] == pytest.approx(last["lm_loss"], rel=1e-5)
 
 
+def test_several_ratios_are_logged_and_resume_exactly(tmp_path):
+    """Every document's ratio is drawn anew in the resumed run as it was in the unbroken one."""
+
+    def make(name):
+        config = TrainingConfig(engine="torch", max_steps=9, learning_rate=3e-3, log_every=1)
+        model = tiny_model(target_ratios=[1, 2.0, 3], image_mode="grid")
+        return Trainer(model, SyntheticStream(), config, tmp_path / name, WORLD)
+
+    straight = make("straight")
+    expected = [straight.step() for _ in range(4)]
+    stopped = make("stopped")
+    for _ in range(2):
+        stopped.step()
+    stopped.save_checkpoint()
+    resumed = make("stopped")
+    assert resumed.resume()
+    found = [resumed.step() for _ in range(2)]
+    for line, other in zip(found, expected[2:], strict=True):
+        assert line["loss"] == other["loss"]
+        assert line["ratio_by_target"] == other["ratio_by_target"]
+        assert set(line["ratio_by_target"]) == {"1", "2", "3"}
+        assert line["ratio_by_target"]["1"] in (0.0, 1.0)  # 0: no document drew it
+
+
 def test_activation_checkpointing_gives_the_same_gradient(tmp_path):
     norms = []
     for recompute in (False, True):
