@@ -118,7 +118,7 @@ def _read_turn(number: int, message: Any) -> Turn:
     if role not in _ROLES:
         raise MessageError(
             "bad_role",
-            f"message {number} has the role {role!r}; choose one of {list(_ROLES)}",
+            f"message {number} has the role {repr(role)[:80]}; choose one of {list(_ROLES)}",
             f"[{number}].role",
         )
     if isinstance(content, str):
@@ -126,7 +126,8 @@ def _read_turn(number: int, message: Any) -> Turn:
     if not isinstance(content, (list, tuple)):
         raise MessageError(
             "bad_content",
-            f"the content of message {number} is {content!r}; give text or a list of parts",
+            f"the content of message {number} is {repr(content)[:80]}; give text or a list of "
+            "parts",
             f"[{number}].content",
         )
     return Turn(role, tuple(_read_part(number, part) for part in content))

@@ -87,12 +87,12 @@ def read_record(text: bytes, member_names: Any, default_source: str) -> Conversa
         raise RecordError("missing_field", "the field 'messages' is missing", "messages")
     source = record.get("source", default_source)
     if not isinstance(source, str) or not source:
-        raise RecordError("bad_field", f"the field 'source' is {source!r}; give a name", "source")
+        raise RecordError("bad_field", f"'source' is {repr(source)[:80]}; give a name", "source")
     independent = record.get("independent_turns", False)
     if not isinstance(independent, bool):
         raise RecordError(
             "bad_field",
-            f"'independent_turns' is {independent!r}; give true or false",
+            f"'independent_turns' is {repr(independent)[:80]}; give true or false",
             "independent_turns",
         )
     try:

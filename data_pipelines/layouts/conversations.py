@@ -34,15 +34,20 @@ def from_messages(row: dict[str, Any], folder: ImageFolder) -> Found:
         field = f"messages{error.field}"
         raise RecordError(error.reason, f"'messages': {error}", field) from error
     references = _references(row)
-    placed = [part for turn in turns for part in turn.parts if isinstance(part, Picture)]
+    placed = [
+        (part.image, f"messages[{number}].content")
+        for number, turn in enumerate(turns)
+        for part in turn.parts
+        if isinstance(part, Picture)
+    ]
     if not placed and references:
         turns = [Turn(turn.role, _split_parts(turn.parts)) for turn in turns]
-    elif any(part.image is not None for part in placed):
+    elif any(image is not None for image, _ in placed):
         if references:
             raise RecordError(
                 "bad_field", "images are named both in 'messages' and beside them", "images"
             )
-        references = [(part.image, "messages") for part in placed]
+        references = placed
     messages = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
     kept = {name: row[name] for name in ("source", "independent_turns") if _given(row, name)}
     return {"messages": messages, **kept}, _read_all(references, folder)

@@ -12,6 +12,8 @@ from data_pipelines.records import RecordError
 
 _MAX_BYTES = 1 << 29  # of an encoded file: a record may name anything in the folder
 
+_SHOWN = 120  # characters
+
 # First bytes of the files whose suffixes `records.IMAGE_MEMBER` knows.
 _MAGIC = (
     *((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpg"), (b"GIF8", "gif"), (b"BM", "bmp")),
@@ -48,6 +50,12 @@ def suffix_of(data: bytes) -> str | None:
     return next((suffix for magic, suffix in _MAGIC if data.startswith(magic)), None)
 
 
+def _shown(reference: Any) -> str:
+    """In quotes, short, and without line breaks or control characters: it stands in messages."""
+    text = repr(reference)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]}...{text[-1]}"
+
+
 class ImageFolder:
     """The images of one folder.
 
@@ -72,16 +80,17 @@ class ImageFolder:
         if isinstance(reference, dict):
             data = reference.get("bytes")
             if isinstance(data, bytes):
-                return EncodedImage(str(reference.get("path") or field), data, field)
+                return EncodedImage(_shown(str(reference.get("path") or field))[1:-1], data, field)
             reference = reference.get("path")
         if not isinstance(reference, str) or not reference:
-            shown = repr(reference)[:80]
-            raise RecordError("bad_field", f"'{field}' is {shown}; give an image's path", field)
+            raise RecordError(
+                "bad_field", f"'{field}' is {_shown(reference)}; give an image's path", field
+            )
         if "://" in reference:
             raise ImageError(
-                "missing", f"'{reference}' is an address; download it and name the file", field
+                "missing", f"{_shown(reference)} is an address; download it, name the file", field
             )
-        return EncodedImage(reference, self._bytes(reference, field), field)
+        return EncodedImage(_shown(reference)[1:-1], self._bytes(reference, field), field)
 
     def _bytes(self, reference: str, field: str) -> bytes:
         try:
@@ -91,7 +100,7 @@ class ImageFolder:
                 if path.stat().st_size > _MAX_BYTES:
                     raise ImageError(
                         "too_large",
-                        f"'{reference}' has more than {_MAX_BYTES} bytes; shrink it",
+                        f"{_shown(reference)} has more than {_MAX_BYTES} bytes; shrink it",
                         field,
                     )
                 return path.read_bytes()
@@ -99,12 +108,17 @@ class ImageFolder:
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, ImageError):
                 raise
-            detail = f"'{reference}' cannot be read ({error})"
-            raise ImageError("missing", detail, field) from error
+            # Its own text repeats the whole path.
+            detail = getattr(error, "strerror", None) or str(error)
+            raise ImageError(
+                "missing", f"{_shown(reference)} cannot be read ({detail})", field
+            ) from error
         if not inside:
             raise RecordError(
-                "outside_folder", f"'{reference}' leads out of the folder '{self.folder}'", field
+                "outside_folder",
+                f"{_shown(reference)} leads out of the folder '{self.folder}'",
+                field,
             )
         raise ImageError(
-            "missing", f"the folder '{self.folder}' holds no file '{reference}'", field
+            "missing", f"the folder '{self.folder}' holds no file {_shown(reference)}", field
         )

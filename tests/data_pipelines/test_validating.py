@@ -85,6 +85,11 @@ ROWS = [
     ({"messages": [QUESTION, ANSWER], "images": ["no.png"]}, "missing", "images[0]"),
     ({"messages": [QUESTION, ANSWER], "images": ["../x.png"]}, "outside_folder", "images[0]"),
     ({"messages": [QUESTION, ANSWER], "images": ["http://x/y.png"]}, "missing", "images[0]"),
+    (
+        {"messages": [{**QUESTION, "content": [{"type": "image", "path": "x" * 5000}]}, ANSWER]},
+        "missing",
+        "messages[0].content",
+    ),
     ({"messages": [QUESTION, ANSWER], "images": [7]}, "bad_field", "images[0]"),
     (
         {"messages": [{**QUESTION, "content": "<image>"}, ANSWER], "image": "b.png"},
@@ -111,6 +116,7 @@ def test_every_fault_of_jsonl_is_named(tmp_path, capsys):
     ] == expected
     for fault in report["faults"]:
         assert fault["file"] == str(file)
+        assert len(fault["message"]) < 300
         assert fault["remedy"] == REMEDIES[fault["reason"]]
     assert main(["validate", str(file)]) == 1
     lines = capsys.readouterr().out.splitlines()
