@@ -23,7 +23,7 @@ from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.encoding import with_pictures
 from data_pipelines.importing import image_folder
 from data_pipelines.layouts import LAYOUTS, EncodedImage, ImageFolder, check_row
-from data_pipelines.layouts.rows import JSON_SUFFIXES, FileError
+from data_pipelines.layouts.rows import JSON_SUFFIXES, FileError, folder_entries
 from data_pipelines.records import RecordError
 from data_pipelines.shards import IndexedSample, ShardReader, index_shards, read_sample
 
@@ -219,7 +219,7 @@ def _samples(
 def _holds_rows(path: Path) -> bool:
     suffixes = (*JSON_SUFFIXES, ".parquet", ".txt")
     if path.is_dir():
-        found = {entry.suffix.lower() for entry in path.iterdir() if entry.name[:1] != "."}
+        found = {entry.suffix.lower() for entry in folder_entries(path)}
         return ".tar" not in found and not found.isdisjoint(suffixes)
     return path.suffix.lower() in suffixes
 

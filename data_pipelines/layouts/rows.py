@@ -85,15 +85,26 @@ def table_rows(
 
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    files = [path] if path.is_file() else []
     if path.is_dir():
-        files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in suffixes)
-    else:
-        files = [path] if path.exists() else []
+        files = [entry for entry in folder_entries(path) if entry.suffix.lower() in suffixes]
     if not files:
         raise UserError(f"'{path}' is no file and no folder with {', '.join(suffixes)}")
     if files[0].suffix.lower() not in suffixes:
         raise UserError(f"'{path}' is of no known kind; give one of {', '.join(suffixes)}")
     return files
+
+
+def folder_entries(folder: Path) -> list[Path]:
+    """What a folder holds, by name, without hidden files.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"'{folder}' cannot be read ({error}); check its permissions") from error
 
 
 def _line_rows(file: Path) -> Iterator[Row]:
