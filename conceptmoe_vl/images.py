@@ -62,14 +62,16 @@ class ImageError(UserError):
 
     Attributes:
         reason: missing | empty | not_an_image | truncated | damaged | too_large | unsupported.
+        field: the record's field or member that names the image, where there is one.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, field: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.field = field
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self))
+        return type(self), (self.reason, str(self), self.field)
 
 
 def decode_image(

@@ -49,14 +49,16 @@ class MessageError(UserError):
 
     Attributes:
         reason: bad_role | bad_order | bad_content | missing_field.
+        field: where in the messages, `[2].role`; empty: the messages as a whole.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, field: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.field = field
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self))
+        return type(self), (self.reason, str(self), self.field)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def read_messages(messages: Any, add_generation_prompt: bool = False) -> list[Tu
         expected = ("user", "assistant")[(number - start) % 2]
         if role != expected:
             raise MessageError(
-                "bad_order", f"message {number} is of role '{role}', but '{expected}' is due there"
+                "bad_order",
+                f"message {number} is of role '{role}', but '{expected}' is due there",
+                f"[{number}].role",
             )
     if add_generation_prompt and roles[-1] != "user":
         raise MessageError(
@@ -102,21 +106,29 @@ def read_messages(messages: Any, add_generation_prompt: bool = False) -> list[Tu
 
 def _read_turn(number: int, message: Any) -> Turn:
     if not isinstance(message, dict):
-        raise MessageError("bad_content", f"message {number} is no mapping; give role and content")
+        raise MessageError(
+            "bad_content", f"message {number} is no mapping; give role and content", f"[{number}]"
+        )
     for field in ("role", "content"):
         if field not in message:
-            raise MessageError("missing_field", f"message {number} has no '{field}'; add it")
+            raise MessageError(
+                "missing_field", f"message {number} has no '{field}'; add it", f"[{number}].{field}"
+            )
     role, content = message["role"], message["content"]
     if role not in _ROLES:
         raise MessageError(
-            "bad_role", f"message {number} has the role {role!r}; choose one of {list(_ROLES)}"
+            "bad_role",
+            f"message {number} has the role {repr(role)[:80]}; choose one of {list(_ROLES)}",
+            f"[{number}].role",
         )
     if isinstance(content, str):
         return Turn(role, (content,))
     if not isinstance(content, (list, tuple)):
         raise MessageError(
             "bad_content",
-            f"the content of message {number} is {content!r}; give text or a list of parts",
+            f"the content of message {number} is {repr(content)[:80]}; give text or a list of "
+            "parts",
+            f"[{number}].content",
         )
     return Turn(role, tuple(_read_part(number, part) for part in content))
 
@@ -133,6 +145,7 @@ def _read_part(number: int, part: Any) -> Any:
         "bad_content",
         f"message {number} holds the part {shown}; parts are {{'type': 'text', 'text': ...}} and "
         "{'type': 'image', 'image': ...}",
+        f"[{number}].content",
     )
 
 

@@ -1,9 +1,10 @@
-"""`python -m data_pipelines build|inspect|stats|show`."""
+"""`python -m data_pipelines build|validate|inspect|stats|show`."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ from typing import Any
 from rich.console import Console
 
 from conceptmoe_vl.errors import UserError
+from data_pipelines.layouts import LAYOUTS
+from data_pipelines.sources import SOURCES
+from data_pipelines.writing import REJECTS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0; 1 where `inspect` or `stats` found damage; 2 for a mistake in the call."""
-    options = _parser().parse_args(arguments)
+    """Exit status: 0; 1 where the data is damaged; 2 for a mistake in the call."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        _check_source(arguments)
+        options = _parser().parse_args(arguments)
         return options.run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -32,12 +38,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    build = commands.add_parser("build", help="write the shards of a built-in source")
-    build.add_argument("source", help="easy_vqa")
-    build.add_argument("out", type=Path, help="folder that is made")
-    build.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N")
-    build.add_argument("--force", action="store_true", help="replace shards that are already there")
-    build.set_defaults(run=_build)
+    build = commands.add_parser("build", help="write shards of a built-in source or of a layout")
+    _add_sources(build.add_subparsers(required=True, metavar="SOURCE"))
+
+    validate = commands.add_parser("validate", help="name every fault (exit status 1)")
+    validate.add_argument("paths", nargs="+", help="shards, folders, patterns, or JSONL files")
+    validate.add_argument(
+        "--layout", choices=sorted(LAYOUTS), default="messages", help="of other files than shards"
+    )
+    validate.add_argument("--images", type=Path, help="folder of the records' images")
+    validate.add_argument("--model", help="folder of a model: count tokens, images included")
+    validate.add_argument("--tokenizer", help="folder of a tokenizer: count the texts' tokens")
+    validate.add_argument(
+        "--max-tokens", type=_positive, default=4096, metavar="N", help="data.tokens_per_batch"
+    )
+    validate.add_argument("--json", action="store_true", help="one JSON object")
+    validate.set_defaults(run=_validate)
 
     inspect = commands.add_parser("inspect", help="a table of the first samples")
     inspect.add_argument("shards", nargs="+", help="tar files, folders or patterns")
@@ -56,6 +72,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_sources(sources: Any) -> None:
+    for name in (*SOURCES, *LAYOUTS):
+        what = LAYOUTS[name].what if name in LAYOUTS else "built in; its pictures come with pip"
+        parser = sources.add_parser(name, help=what, description=what)
+        if name in LAYOUTS:
+            parser.add_argument("path", type=Path, help="a file, or a folder of such files")
+            parser.add_argument(
+                "--images", type=Path, help="folder that paths in records start from"
+            )
+            parser.add_argument("--name", help=f"the data set's name in metrics ({name})")
+            parser.add_argument(
+                "--max-rejects",
+                type=_share,
+                default=0.05,
+                metavar="SHARE",
+                help="largest share of records that may be left out, 0 to 1 (0.05)",
+            )
+        parser.add_argument("out", type=Path, help="folder that is made")
+        parser.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N")
+        parser.add_argument("--force", action="store_true", help="replace shards that are there")
+        parser.set_defaults(run=_build_layout if name in LAYOUTS else _build, source=name)
+
+
+def _check_source(arguments: list[str]) -> None:
+    """Names the nearest source for an unknown one; argparse would list them all alone."""
+    known = [*SOURCES, *LAYOUTS]
+    if arguments[:1] != ["build"] or len(arguments) < 2:
+        return
+    if arguments[1] in known or arguments[1].startswith("-"):
+        return
+    near = difflib.get_close_matches(arguments[1], known, n=1, cutoff=0.0)[0]
+    raise UserError(
+        f"unknown source '{arguments[1]}'; the nearest is '{near}', all: {', '.join(known)}"
+    )
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no share from 0 to 1")
+    return share
+
+
 def _positive(text: str) -> int:
     try:
         number = int(text)
@@ -67,13 +129,6 @@ def _positive(text: str) -> int:
 
 
 def _build(options: Any) -> int:
-    from data_pipelines.sources import SOURCES
-
-    if options.source not in SOURCES:
-        near = difflib.get_close_matches(options.source, SOURCES, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"unknown source '{options.source}'; the nearest is '{near}', all: {', '.join(SOURCES)}"
-        )
     manifest = SOURCES[options.source](options.out, options.samples_per_shard, options.force)
     for split, counts in manifest["splits"].items():
         print(
@@ -81,6 +136,89 @@ def _build(options: Any) -> int:
             f"{counts['questions']:,} questions, {len(counts['shards'])} shards"
         )
     return 0
+
+
+def _build_layout(options: Any) -> int:
+    from data_pipelines.importing import build_layout
+
+    manifest, rejects = build_layout(
+        options.source,
+        options.path,
+        options.out,
+        images=options.images,
+        name=options.name,
+        max_rejects=options.max_rejects,
+        samples_per_shard=options.samples_per_shard,
+        force=options.force,
+    )
+    counts = manifest["splits"]["train"]
+    print(
+        f"{options.out}/train-*.tar: {counts['samples']:,} samples, {counts['images']:,} images, "
+        f"{len(counts['shards'])} shards"
+    )
+    print(rejects.describe())
+    if rejects.count:
+        print(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}")
+        print(f"all of them by reason, the first by name: {options.out}/{REJECTS}")
+    return 0
+
+
+def _validate(options: Any) -> int:
+    from data_pipelines.validating import Fault, validate
+
+    faults: list[dict[str, Any]] = []
+
+    def on_fault(fault: Fault) -> None:
+        if options.json:
+            faults.append(fault._asdict())
+        else:
+            print(fault.line())
+
+    counts = validate(
+        options.paths,
+        on_fault,
+        layout=options.layout,
+        images=options.images,
+        count_tokens=_token_counter(options),
+        max_tokens=options.max_tokens,
+    )
+    found = counts.as_mapping()
+    if options.json:
+        print(json.dumps({**found, "faults": faults}, indent=2))
+    else:
+        print(", ".join(f"{name.replace('_', '-')} {value:,}" for name, value in found.items()))
+    return int(bool(counts.faults))
+
+
+def _token_counter(options: Any) -> Any:
+    """What `validate` counts tokens with; None: it counts none."""
+    if options.model is not None and options.tokenizer is not None:
+        raise UserError("--model and --tokenizer are both given; a model has its own tokenizer")
+    if options.model is not None:
+        processor = _processor(options)
+        return lambda turns: len(processor.encode_turns(turns).input_ids)
+    if options.tokenizer is None:
+        return None
+    from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor
+    from conceptmoe_vl.processing import ConceptMoEVLProcessor, add_special_tokens
+    from data_pipelines.encoding import without_pictures
+
+    tokenizer = _tokenizer(options.tokenizer)
+    add_special_tokens(tokenizer)
+    processor = ConceptMoEVLProcessor(ConceptMoEVLImageProcessor(), tokenizer)
+    return lambda turns: len(processor.encode_turns(without_pictures(turns)).input_ids)
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise UserError(f"--tokenizer: there is no folder '{folder}'")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--tokenizer: '{folder}' holds no tokenizer ({reason})") from error
 
 
 def _inspect(options: Any) -> int:

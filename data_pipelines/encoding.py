@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, EncodedSample
 from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.config import DataConfig
-from data_pipelines.records import Conversation, RecordError, pick_questions, read_record
-from data_pipelines.shards import IndexedSample, ShardReader
+from data_pipelines.records import Conversation, RecordError, pick_questions
+from data_pipelines.shards import IndexedSample, ShardReader, read_sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,28 @@ class Document:
         return len(self.sample.input_ids)
 
 
+def with_pictures(turns: list[Turn], pixels: Callable[[str], Any]) -> list[Turn]:
+    """The turns with `pixels(member)` in place of the members' names, in reading order."""
+    return [
+        Turn(
+            turn.role,
+            tuple(
+                Picture(pixels(part.image)) if isinstance(part, Picture) else part
+                for part in turn.parts
+            ),
+        )
+        for turn in turns
+    ]
+
+
+def without_pictures(turns: list[Turn]) -> list[Turn]:
+    """The texts of the turns alone."""
+    return [
+        Turn(turn.role, tuple(part for part in turn.parts if not isinstance(part, Picture)))
+        for turn in turns
+    ]
+
+
 class SampleEncoder:
     """Reads, decodes, augments and tokenises samples.
 
@@ -65,10 +88,11 @@ class SampleEncoder:
         indexed = self.samples[index]
         where = f"shard '{indexed.shard}', key '{indexed.key}'"
         try:
-            conversation = self._read(indexed)
+            conversation = read_sample(self._reader, indexed)
             rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch, index]))
             turns = self._choose_questions(conversation, rng)
-            sample = self.processor.encode_turns(self._with_pictures(indexed, turns, rng))
+            filled = with_pictures(turns, lambda member: self._pixels(indexed, member, rng))
+            sample = self.processor.encode_turns(filled)
         except (RecordError, ImageError) as error:
             return Skipped(error.reason, f"{where}: {error}", fault=True)
         length, limit = len(sample.input_ids), self.config.tokens_per_batch
@@ -82,15 +106,6 @@ class SampleEncoder:
             return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
         return Document(sample, indexed.name, conversation.source)
 
-    def _read(self, indexed: IndexedSample) -> Conversation:
-        if indexed.repeated:
-            raise RecordError(
-                "repeated_member", f"the member '{indexed.repeated[0]}' stands there twice"
-            )
-        text = self._reader.read(indexed, "json")
-        default_source = indexed.shard.rpartition("/")[2].partition("-")[0]
-        return read_record(text, indexed.members, default_source)
-
     def _choose_questions(self, conversation: Conversation, rng: np.random.Generator) -> list[Turn]:
         limit, shuffle = self.config.questions_per_conversation, self.config.shuffle_questions
         if not conversation.independent or not (shuffle or limit):
@@ -101,22 +116,6 @@ class SampleEncoder:
             return conversation.turns
         order = rng.permutation(questions)[:kept].tolist()
         return pick_questions(conversation, order if shuffle else sorted(order))
-
-    def _with_pictures(
-        self, indexed: IndexedSample, turns: list[Turn], rng: np.random.Generator
-    ) -> list[Turn]:
-        return [
-            Turn(
-                turn.role,
-                tuple(
-                    Picture(self._pixels(indexed, part.image, rng))
-                    if isinstance(part, Picture)
-                    else part
-                    for part in turn.parts
-                ),
-            )
-            for turn in turns
-        ]
 
     def _pixels(self, indexed: IndexedSample, member: str, rng: np.random.Generator) -> Any:
         background = self.processor.image_processor.background

@@ -18,15 +18,18 @@ class RecordError(UserError):
 
     Attributes:
         reason: bad_json | missing_field | bad_field | bad_role | bad_order | bad_content |
-            image_count | no_answer.
+            image_count | no_answer; from a shard also repeated_member | truncated_shard, from a
+            layout also outside_folder.
+        field: the field or member at fault, `messages[2].role`; empty: the record as a whole.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, field: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+        self.field = field
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self))
+        return type(self), (self.reason, str(self), self.field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,9 @@ def image_members(names: Any) -> list[str]:
     numbers = [number for number, _ in found]
     if numbers != list(range(len(numbers))):
         raise RecordError(
-            "image_count", f"the images are numbered {numbers}; name them img0, img1, ... once each"
+            "image_count",
+            f"the images are numbered {numbers}; name them img0, img1, ... once each",
+            "img*",
         )
     return [name for _, name in found]
 
@@ -77,23 +82,28 @@ def read_record(text: bytes, member_names: Any, default_source: str) -> Conversa
     Raises:
         RecordError: says which field is wrong; the caller adds shard and key.
     """
-    record = _parse(text)
+    record = parse_record(text)
     if "messages" not in record:
-        raise RecordError("missing_field", "the field 'messages' is missing")
+        raise RecordError("missing_field", "the field 'messages' is missing", "messages")
     source = record.get("source", default_source)
     if not isinstance(source, str) or not source:
-        raise RecordError("bad_field", f"the field 'source' is {source!r}; give a name")
+        raise RecordError("bad_field", f"'source' is {repr(source)[:80]}; give a name", "source")
     independent = record.get("independent_turns", False)
     if not isinstance(independent, bool):
         raise RecordError(
-            "bad_field", f"'independent_turns' is {independent!r}; give true or false"
+            "bad_field",
+            f"'independent_turns' is {repr(independent)[:80]}; give true or false",
+            "independent_turns",
         )
     try:
         turns = read_messages(record["messages"])
     except MessageError as error:
-        raise RecordError(error.reason, f"'messages': {error}") from error
+        field = f"messages{error.field}"
+        raise RecordError(error.reason, f"'messages': {error}", field) from error
     if all(turn.role != "assistant" for turn in turns):
-        raise RecordError("no_answer", "'messages' holds no assistant turn; nothing can be learnt")
+        raise RecordError(
+            "no_answer", "'messages' holds no assistant turn; nothing can be learnt", "messages"
+        )
     conversation = Conversation(
         _place_images(turns, image_members(member_names)), source, independent
     )
@@ -102,14 +112,39 @@ def read_record(text: bytes, member_names: Any, default_source: str) -> Conversa
     return conversation
 
 
-def _parse(text: bytes) -> dict:
+def parse_record(text: bytes) -> dict:
+    """The object of a `json` member, or of a line of JSONL.
+
+    Raises:
+        RecordError: it is no JSON, no object, or holds half a surrogate pair, which no tokenizer
+            takes.
+    """
     try:
         record = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecordError("bad_json", f"the member 'json' is no JSON ({error})") from error
+    # ValueError: broken JSON, broken UTF-8, integers of more than 4,300 digits
+    except (ValueError, RecursionError) as error:
+        raise RecordError("bad_json", f"the record is no JSON ({error})", "json") from error
     if not isinstance(record, dict):
-        raise RecordError("bad_json", "the member 'json' is no object")
+        raise RecordError("bad_json", "the record is JSON, but no object", "json")
+    if b"\\ud" in text or b"\\uD" in text:
+        json_bytes(record)
     return record
+
+
+def json_bytes(record: dict) -> bytes:
+    """A record as the `json` member of a shard.
+
+    Raises:
+        RecordError: a text holds half a surrogate pair, or a value has no form in JSON.
+    """
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(
+            "bad_content", f"a text holds half a surrogate pair ({error.reason})", "messages"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise RecordError("bad_field", f"a value is no JSON ({error})", "json") from error
 
 
 def _place_images(turns: list[Turn], members: list[str]) -> list[Turn]:
@@ -120,6 +155,7 @@ def _place_images(turns: list[Turn], members: list[str]) -> list[Turn]:
             "image_count",
             f"'messages' holds {placeholders} image placeholders, but the sample holds "
             f"{len(members)} images",
+            "messages",
         )
     names = iter(members)
     return [
@@ -140,6 +176,7 @@ def _check_independent(turns: list[Turn]) -> None:
         raise RecordError(
             "bad_field",
             "'independent_turns' needs all images in the first question and an answer to each",
+            "independent_turns",
         )
 
 

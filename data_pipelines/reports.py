@@ -15,14 +15,10 @@ from conceptmoe_vl.processing import IGNORED, ConceptMoEVLProcessor
 from conceptmoe_vl.prompts import Picture
 from data_pipelines.config import DataConfig
 from data_pipelines.encoding import SampleEncoder, Skipped
-from data_pipelines.records import Conversation, RecordError, read_record
-from data_pipelines.shards import IndexedSample, ShardIndex, ShardReader, index_shards
+from data_pipelines.records import Conversation, RecordError
+from data_pipelines.shards import IndexedSample, ShardIndex, ShardReader, index_shards, read_sample
 
 _SHOWN_CHARACTERS = 60
-
-
-def _read(reader: ShardReader, sample: IndexedSample) -> Conversation:
-    return read_record(reader.read(sample, "json"), sample.members, "")
 
 
 def _sizes(reader: ShardReader, sample: IndexedSample, conversation: Conversation) -> list[str]:
@@ -45,7 +41,7 @@ def inspect(patterns: list[str], limit: int, console: Console) -> int:
     faults = 0
     for sample in index.samples[:limit]:
         try:
-            conversation = _read(reader, sample)
+            conversation = read_sample(reader, sample)
             sizes = " ".join(_sizes(reader, sample, conversation)) or "-"
             turns, words = str(len(conversation.turns)), Text(_first_words(conversation))
             table.add_row(Text(sample.name), Text(conversation.source), sizes, turns, words)
@@ -67,7 +63,7 @@ def stats(patterns: list[str], console: Console) -> int:
     sizes: Counter[str] = Counter()
     for sample in index.samples:
         try:
-            conversation = _read(reader, sample)
+            conversation = read_sample(reader, sample)
             found = _sizes(reader, sample, conversation)
         except (RecordError, ImageError) as error:
             faults[error.reason] += 1
@@ -78,7 +74,7 @@ def stats(patterns: list[str], console: Console) -> int:
         counts["answers"] += sum(turn.role == "assistant" for turn in conversation.turns)
         counts["characters"] += sum(len(part) for part in parts if not isinstance(part, Picture))
         counts["without images"] += not found
-        sources[conversation.source or "(none named)"] += 1
+        sources[conversation.source] += 1
         sizes.update(found)
     table = Table("what", "count", title=_title(index))
     for name, number in [("shards", len(index.shards)), ("samples", len(index.samples))]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conceptmoe_vl.errors import UserError
-from data_pipelines.records import RecordError, read_record
+from data_pipelines.records import Conversation, RecordError, read_record
 
 _BLOCK = 512  # bytes, of a tar
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
@@ -191,11 +191,11 @@ class ShardReader:
             RecordError: the sample has no such member, or the file has become shorter.
         """
         if name not in sample.members:
-            raise RecordError("missing_field", f"the member '{name}' is missing")
+            raise RecordError("missing_field", f"the member '{name}' is missing", name)
         member = sample.members[name]
         data = os.pread(self._file(sample.shard), member.size, member.offset)
         if len(data) != member.size:
-            raise RecordError("truncated_shard", f"the member '{name}' ends early")
+            raise RecordError("truncated_shard", f"the member '{name}' ends early", name)
         return data
 
     def _file(self, shard: str) -> int:
@@ -215,6 +215,19 @@ class ShardReader:
             os.close(self._files.popitem()[1])
 
 
+def read_sample(reader: ShardReader, sample: IndexedSample) -> Conversation:
+    """The conversation of a sample; its source is by default the shard's name up to the first `-`.
+
+    Raises:
+        RecordError: the record cannot be used, or a member stands twice in the shard.
+    """
+    if sample.repeated:
+        name = sample.repeated[0]
+        raise RecordError("repeated_member", f"the member '{name}' stands there twice", name)
+    default_source = sample.shard.rpartition("/")[2].partition("-")[0]
+    return read_record(reader.read(sample, "json"), sample.members, default_source)
+
+
 def iter_texts(patterns: Sequence[str] | str, max_samples: int | None = None) -> Iterator[str]:
     """The texts of all turns of shards, in their order, for training a tokenizer.
 
@@ -226,8 +239,7 @@ def iter_texts(patterns: Sequence[str] | str, max_samples: int | None = None) ->
     reader = ShardReader()
     for sample in index.samples[:max_samples]:
         try:
-            text = reader.read(sample, "json")
-            turns = read_record(text, sample.members, "").turns if text else []
+            turns = read_sample(reader, sample).turns
         except RecordError:
             continue
         yield from (part for turn in turns for part in turn.parts if isinstance(part, str))

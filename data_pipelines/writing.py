@@ -15,6 +15,7 @@ from typing import Any
 from conceptmoe_vl.errors import UserError
 
 MANIFEST = "manifest.json"
+REJECTS = "rejects.json"
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ def _check_target(path: Path, force: bool) -> None:
     foreign = [
         name
         for name in content
-        if not name.endswith(".tar") and name not in (MANIFEST, ".complete")
+        if not name.endswith(".tar") and name not in (MANIFEST, REJECTS, ".complete")
     ]
     if foreign:
         raise UserError(
@@ -105,5 +106,14 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """`manifest.json`: what the data set is, its licence, and its shards."""
+    _write_json(folder / MANIFEST, content)
+
+
+def write_rejects(folder: Path, content: dict[str, Any]) -> None:
+    """`rejects.json`: the records that could not be used, by reason."""
+    _write_json(folder / REJECTS, content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps({"format": 1, **content}, indent=2, ensure_ascii=False) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
