@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = commands.add_parser("build", help="write the shards of a built-in source")
-    build.add_argument("source", help="easy_vqa")
+    build.add_argument("source", help="easy_vqa | scenes")
     build.add_argument("out", type=Path, help="folder that is made")
     build.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N")
+    build.add_argument("--samples", type=_positive, metavar="N", help="scenes: both splits (10000)")
+    build.add_argument("--seed", type=int, metavar="S", help="scenes: of what is drawn (0)")
+    build.add_argument("--level", type=int, metavar="1..4", help="scenes: one level (all in turn)")
     build.add_argument("--force", action="store_true", help="replace shards that are already there")
     build.set_defaults(run=_build)
 
@@ -74,7 +78,13 @@ def _build(options: Any) -> int:
         raise UserError(
             f"unknown source '{options.source}'; the nearest is '{near}', all: {', '.join(SOURCES)}"
         )
-    manifest = SOURCES[options.source](options.out, options.samples_per_shard, options.force)
+    make = SOURCES[options.source]
+    asked = {name: getattr(options, name) for name in ("samples", "seed", "level")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name in asked:
+        if name not in signature(make).parameters:
+            raise UserError(f"--{name} has no meaning for the source '{options.source}'")
+    manifest = make(options.out, options.samples_per_shard, options.force, **asked)
     for split, counts in manifest["splits"].items():
         print(
             f"{options.out}/{split}-*.tar: {counts['samples']:,} samples, "
