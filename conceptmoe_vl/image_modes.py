@@ -31,7 +31,7 @@ _INVISIBLE_CHANGE = 2  # of 255: a profile that changes no colour by more counts
 
 
 def flat_rgb(image: Image.Image, background: Sequence[int]) -> Image.Image:
-    """The picture as a new RGB image without metadata, composited on `background` (0 to 255).
+    """The picture as RGB, composited on `background` (0 to 255); itself where it is that already.
 
     Raises:
         MODE_ERRORS: Pillow cannot convert the mode.
@@ -39,16 +39,12 @@ def flat_rgb(image: Image.Image, background: Sequence[int]) -> Image.Image:
     profile = image.info.get("icc_profile")
     image = _without_depth(image)
     if not image.has_transparency_data:
-        rgb = _to_srgb(image, profile)
-    else:
-        # Premultiplied grey has no direct way to RGBA.
-        layer = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        colors = _to_srgb(_grey_again(layer, image.mode), profile)
-        rgb = Image.new("RGB", image.size, tuple(background))
-        rgb.paste(colors, mask=layer.getchannel("A"))
-    if rgb is image:
-        rgb = image.copy()
-    rgb.info = {}
+        return _to_srgb(image, profile)
+    # Premultiplied grey has no direct way to RGBA.
+    layer = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    colors = _to_srgb(_grey_again(layer, image.mode), profile)
+    rgb = Image.new("RGB", image.size, tuple(background))
+    rgb.paste(colors, mask=layer.getchannel("A"))
     return rgb
 
 

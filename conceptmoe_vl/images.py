@@ -254,7 +254,12 @@ def _to_rgb(
     _check_size(*image.size, max_pixels, name)
     turn = _TRANSPOSE.get(_orientation(image))
     rgb = flat_rgb(image, background)
-    return rgb if turn is None else rgb.transpose(turn)
+    if turn is not None:
+        rgb = rgb.transpose(turn)
+    elif rgb is image:
+        rgb = image.copy()  # a caller's own image must not change with ours
+    rgb.info = {}
+    return rgb
 
 
 def _orientation(image: Image.Image) -> int:

@@ -279,3 +279,19 @@ def test_running_out_of_memory_is_too_large(monkeypatch):
     with pytest.raises(ImageError, match="does not fit into memory") as caught:
         decode_image(Image.new("RGB", (4, 4)))
     assert caught.value.reason == "too_large"
+
+
+def test_a_jpeg_2000_file_is_read_by_path(tmp_path):
+    # Its decoder reads from the file's descriptor, which the size check must not have moved.
+    path = tmp_path / "picture.jp2"
+    Image.new("RGB", (64, 64), (10, 200, 30)).save(path, irreversible=False)
+    assert pixel(path) == (10, 200, 30)
+
+
+def test_the_result_has_no_metadata():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for options in ({}, {"exif": exif}, {"icc_profile": swapped_rgb()}):
+        image = decode_image(encoded(Image.new("RGB", (4, 4)), "JPEG", dpi=(72, 72), **options))
+        assert image.info == {}
+        assert not image.getexif()
