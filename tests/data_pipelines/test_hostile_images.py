@@ -60,15 +60,18 @@ for line in sys.stdin:
 """
 
 
-def files() -> list[Path]:
-    folders = os.environ.get("HOSTILE_IMAGES", "").split(os.pathsep)
-    found = [path for folder in folders for path in sorted(Path(folder).rglob("*"))]
-    return [path for path in found if path.is_file()]
+FOLDERS = [name for name in os.environ.get("HOSTILE_IMAGES", "").split(os.pathsep) if name]
 
 
-def test_every_file_is_decoded_or_refused_with_a_reason():
-    paths = files()
-    assert paths, "the folders of HOSTILE_IMAGES hold no file"
+def files(folder: str) -> list[Path]:
+    return [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_file_is_decoded_or_refused_with_a_reason(folder):
+    """All files of a folder in one process."""
+    paths = files(folder)
+    assert paths, f"HOSTILE_IMAGES: the folder '{folder}' holds no file"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(SECONDS_A_FILE)],
         input="".join(f"{path}\n" for path in paths),
@@ -88,7 +91,7 @@ def test_every_file_is_decoded_or_refused_with_a_reason():
 
 
 def test_every_file_is_delivered_or_counted_by_the_stream(processor, tmp_path):
-    paths = files()
+    paths = [path for folder in FOLDERS for path in files(folder)]
     write_shards(tmp_path, "hostile", (as_sample(*pair) for pair in enumerate(paths)), size=200)
     small = ConceptMoEVLProcessor(
         ConceptMoEVLImageProcessor(image_size=32, patch_size=8), processor.tokenizer
