@@ -196,7 +196,8 @@ def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
         if data[start : start + 8] == b"\x89PNG\r\n\x1a\n":
             yield struct.unpack_from(">II", data, start + 16)
         else:
-            width, height = struct.unpack_from("<ii", data, start + 4)
+            old = data[start : start + 4] == struct.pack("<I", 12)  # the header of OS/2
+            width, height = struct.unpack_from("<HH" if old else "<ii", data, start + 4)
             yield abs(width), abs(height) // 2  # picture and mask, one above the other
 
 

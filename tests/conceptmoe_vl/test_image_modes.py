@@ -214,9 +214,10 @@ def test_a_container_that_understates_its_picture_is_refused(tmp_path):
         with pytest.raises(ImageError, match="200 x 200") as caught:
             decode_image(source, max_pixels=199 * 200)
         assert caught.value.reason == "too_large"
-    bitmap = encoded(Image.new("RGB", (60, 60)), "DIB")
-    with pytest.raises(ImageError, match="60 x 30"):
-        decode_image(icon(16, bitmap), max_pixels=1000)
+    old_bitmap = struct.pack("<IHHHH", 12, 60, 60, 1, 24) + bytes(60 * 60 * 3)
+    for bitmap in (encoded(Image.new("RGB", (60, 60)), "DIB"), old_bitmap):
+        with pytest.raises(ImageError, match="60 x 30"):
+            decode_image(icon(16, bitmap), max_pixels=1000)
     large = encoded(Image.new("RGB", (64, 64)), "JPEG2000")
     header = large.index(b"ihdr") + 4
     small = large[:header] + struct.pack(">II", 8, 8) + large[header + 8 :]
