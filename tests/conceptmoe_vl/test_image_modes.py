@@ -252,7 +252,9 @@ def test_heic_with_its_package():
             decode_image(buffer.getvalue()[:end])
 
 
-@pytest.mark.skipif("avif" not in features.modules, reason="this Pillow has no AVIF")
+@pytest.mark.skipif(
+    "avif" not in features.modules or not features.check("avif"), reason="this Pillow has no AVIF"
+)
 def test_avif():
     data = encoded(Image.new("RGBA", (32, 16), (200, 30, 60, 255)), "AVIF", quality=95)
     assert near(pixel(data), (200, 30, 60), 8)
