@@ -1,30 +1,32 @@
 """The one place where a picture enters the project: training, evaluation, processor and demo.
 
 Notable:
-- the size is checked from the header, before a pixel is decoded; Pillow's own guard stays on;
+- the size is checked from the header, before a pixel is decoded, also where the picture lies in a
+  container whose own header may say less; Pillow's own guard stays on;
 - only formats on a list are opened: no PostScript or other format that starts a program;
 - every failure is an [`ImageError`] with a short stable `reason`, so that skips can be counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.image_modes import MODE_ERRORS, flat_rgb
 
 MAX_PIXELS = 64_000_000
-"""Default limit, 192 MB as RGB. Pillow's guard refuses 179 million whatever is asked."""
+"""Default limit, 256 MB in Pillow's RGB. Its guard refuses 179 million whatever is asked."""
 
 WHITE = (255, 255, 255)
 
@@ -35,14 +37,12 @@ _FORMATS = (
     *("PPM", "ICO", "QOI", "DDS", "SGI", "PCX", "TGA"),
 )
 
-# What Pillow 11 to 13 raise for broken files (its own test images and fuzz cases).
-_PILLOW_ERRORS = (
-    *(OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError),
-    *(OverflowError, ZeroDivisionError, NotImplementedError, RuntimeError, AssertionError),
-    *(MemoryError, struct.error, zlib.error),
-)
+# What Pillow 11 to 13 and pillow-heif raise for broken files (their own test images, fuzz cases).
+_PILLOW_ERRORS = (*MODE_ERRORS, ImportError, MemoryError, struct.error, zlib.error)
 
 _KINDS = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
+
+_JPEG2000_START = b"\xff\x4f\xff\x51"  # SOC and SIZ, the first two markers of a codestream
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -53,8 +53,6 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-_SIXTEEN_TO_EIGHT_BITS = 257.0  # 65535 / 255
 
 
 class ImageError(UserError):
@@ -80,11 +78,11 @@ def decode_image(
     max_pixels: int = MAX_PIXELS,
     name: str | None = None,
 ) -> Image.Image:
-    """A picture as the model sees it: upright, opaque, 8-bit RGB, without metadata.
+    """A picture as the model sees it: upright, opaque, 8-bit sRGB, without metadata.
 
-    Turned by its EXIF orientation; transparency is composited on `background`; grey, 1-bit, CMYK
-    and palette images are converted; 16-bit grey is divided by 257; of an animation the first
-    frame is taken.
+    Turned by its EXIF orientation; transparency is composited on `background`; every colour mode
+    is converted (`image_modes`), by the ICC profile where there is a usable one; of an animation
+    the first frame is taken, of a HEIF file the primary picture.
 
     Args:
         data: encoded file as bytes, path of a file, or PIL image.
@@ -102,12 +100,14 @@ def decode_image(
         )
     name = _name_of(data, name)
     try:
-        if isinstance(data, Image.Image):
-            return _to_rgb(data, background, max_pixels, name)
         with warnings.catch_warnings():
             # Pillow's remarks on odd metadata and sizes: what matters ends as an ImageError.
             warnings.simplefilter("ignore")
+            if isinstance(data, Image.Image):
+                with _first_frame(data):
+                    return _to_rgb(data, background, max_pixels, name)
             with _open(data, name) as image:
+                _check_inner_sizes(image.format, data, max_pixels, name)
                 return _to_rgb(image, background, max_pixels, name)
     except ImageError:
         raise
@@ -148,9 +148,75 @@ def _open(data: Any, name: str) -> Image.Image:
         raise ImageError("missing", f"{name} does not exist; {remedy}")
     if path.is_dir():
         raise ImageError("not_an_image", f"{name} is a folder; name an image file")
+    if not path.is_file():
+        raise ImageError("not_an_image", f"{name} is no regular file; name an image file")
     if path.stat().st_size == 0:
         raise ImageError("empty", f"{name} has no bytes; write the file again")
     return Image.open(path, formats=_usable_formats())
+
+
+@contextlib.contextmanager
+def _first_frame(image: Image.Image) -> Iterator[None]:
+    """A caller's animation at its first frame, and back where it was afterwards."""
+    # A HEIF file opens at its primary picture, which need not be the first one.
+    frame = 0 if image.format == "HEIF" else image.tell()
+    if frame == 0:
+        yield
+        return
+    image.seek(0)
+    try:
+        yield
+    finally:
+        image.seek(frame)
+
+
+def _check_inner_sizes(kind: str | None, source: Any, max_pixels: int, name: str) -> None:
+    """Refuses containers that announce a small picture and hold a large one.
+
+    Pillow takes the size of ICO and JPEG 2000 files from the container and decodes what lies in it.
+
+    Args:
+        kind: Pillow's name of the format.
+        source: bytes or path. It is read anew: moving in an opened image's file would mislead
+            decoders that read from its descriptor.
+    """
+    if kind not in ("ICO", "JPEG2000"):
+        return
+    data = Path(source).read_bytes() if isinstance(source, (str, os.PathLike)) else bytes(source)
+    sizes = _icon_sizes(data) if kind == "ICO" else _codestream_sizes(data)
+    for width, height in sizes:
+        _check_size(width, height, max_pixels, name)
+
+
+def _icon_sizes(data: bytes) -> Iterator[tuple[int, int]]:
+    """Width and height of every picture of an ICO file, by its own PNG or bitmap header."""
+    (count,) = struct.unpack_from("<H", data, 4)
+    for number in range(count):
+        _, start = struct.unpack_from("<II", data, 6 + 16 * number + 8)
+        if len(data) < start + 24:
+            continue  # Pillow refuses it where it is the one to be shown
+        if data[start : start + 8] == b"\x89PNG\r\n\x1a\n":
+            yield struct.unpack_from(">II", data, start + 16)
+        else:
+            old = data[start : start + 4] == struct.pack("<I", 12)  # the header of OS/2
+            width, height = struct.unpack_from("<HH" if old else "<ii", data, start + 4)
+            yield abs(width), abs(height) // 2  # picture and mask, one above the other
+
+
+def _codestream_sizes(data: bytes) -> Iterator[tuple[int, int]]:
+    """Width and height by every SIZ marker of a JPEG 2000 file."""
+    start = data.find(_JPEG2000_START)
+    while start >= 0:
+        right, bottom, left, top = struct.unpack_from(">IIII", data, start + 8)
+        yield max(0, right - left), max(0, bottom - top)
+        start = data.find(_JPEG2000_START, start + 1)
+
+
+def _check_size(width: int, height: int, max_pixels: int, name: str) -> None:
+    if width * height > max_pixels:
+        raise _too_large(
+            name, f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}"
+        )
 
 
 def _too_large(name: str, detail: str) -> ImageError:
@@ -167,7 +233,12 @@ def _explained(error: BaseException, name: str) -> ImageError:
     detail = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, PermissionError):
         return ImageError("missing", f"{name} cannot be opened ({detail}); check its permissions")
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, MemoryError):
+        return _too_large(name, "it does not fit into memory")
+    # Some plugins raise OSError for variants that they do not know.
+    if isinstance(error, (NotImplementedError, ImportError)) or detail.lower().startswith(
+        "unsupported"
+    ):
         return ImageError("unsupported", f"{name} cannot be decoded ({detail}); convert it to PNG")
     if "truncated" in detail.lower() or isinstance(error, EOFError):
         return ImageError("truncated", f"{name} ends early ({detail}); copy or download it again")
@@ -178,21 +249,20 @@ def _to_rgb(
     image: Image.Image, background: Sequence[int], max_pixels: int, name: str
 ) -> Image.Image:
     width, height = image.size
-    if width * height > max_pixels:
-        raise _too_large(
-            name, f"{width} x {height} = {width * height} pixels, the limit is {max_pixels}"
-        )
+    _check_size(width, height, max_pixels, name)
     if width == 0 or height == 0:
         raise ImageError("empty", f"{name} has {width} x {height} pixels; write the file again")
-    if getattr(image, "is_animated", False) and image.tell() != 0:
-        image.seek(0)
     image.load()
+    # What was decoded may be larger than what the header announced.
+    _check_size(*image.size, max_pixels, name)
     turn = _TRANSPOSE.get(_orientation(image))
-    rgb = _flat_rgb(image, background)
+    rgb = flat_rgb(image, background)
     if turn is not None:
-        return rgb.transpose(turn)
-    # A caller's own PIL image must not change with ours.
-    return rgb.copy() if rgb is image or rgb.info else rgb
+        rgb = rgb.transpose(turn)
+    elif rgb is image:
+        rgb = image.copy()  # a caller's own image must not change with ours
+    rgb.info = {}
+    return rgb
 
 
 def _orientation(image: Image.Image) -> int:
@@ -200,39 +270,3 @@ def _orientation(image: Image.Image) -> int:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except _PILLOW_ERRORS:
         return 1  # unreadable metadata beside readable pixels: the picture counts as upright
-
-
-def _flat_rgb(image: Image.Image, background: Sequence[int]) -> Image.Image:
-    mode = image.mode
-    if mode == "RGB" and "transparency" not in image.info:
-        rgb = image.copy() if image.info else image
-    elif mode.startswith("I") or mode == "F":
-        rgb = Image.fromarray(_eight_bits(np.asarray(image), mode)).convert("RGB")
-    elif mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        # Premultiplied modes have no direct way to RGBA from La.
-        layer = (image.convert("LA") if mode == "La" else image).convert("RGBA")
-        rgb = Image.new("RGB", image.size, tuple(background))
-        rgb.paste(layer, mask=layer.getchannel("A"))
-    else:
-        rgb = image.convert("RGB")
-    rgb.info = {}
-    return rgb
-
-
-def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
-    """Grey values of 16-bit, 32-bit and float images as uint8.
-
-    `I;16*` is 16-bit. `I` is taken as 8-bit or 16-bit by its largest value, beyond that it is
-    scaled to its maximum. `F` is taken as 0..1 or 0..255 by its range, beyond that it is stretched.
-    """
-    grey = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    low, high = float(grey.min()), float(grey.max())
-    if mode.startswith("I;16") or (mode == "I" and 255 < high <= 65535):
-        grey = grey / _SIXTEEN_TO_EIGHT_BITS
-    elif mode == "I" and high > 65535:
-        grey = grey * (255.0 / high)
-    elif mode == "F" and low >= 0 and high <= 1:
-        grey = grey * 255.0
-    elif mode == "F" and (low < 0 or high > 255):
-        grey = (grey - low) * (255.0 / max(high - low, np.finfo(np.float64).tiny))
-    return np.clip(np.rint(grey), 0, 255).astype(np.uint8)

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sources(sources: Any) -> None:
     for name in (*SOURCES, *LAYOUTS):
-        what = LAYOUTS[name].what if name in LAYOUTS else "built in; its pictures come with pip"
+        what = LAYOUTS[name].what if name in LAYOUTS else "built in"
         parser = sources.add_parser(name, help=what, description=what)
         if name in LAYOUTS:
             parser.add_argument("path", type=Path, help="a file, or a folder of such files")
@@ -89,6 +90,12 @@ def _add_sources(sources: Any) -> None:
                 metavar="SHARE",
                 help="largest share of records that may be left out, 0 to 1 (0.05)",
             )
+        else:
+            parser.add_argument(
+                "--samples", type=_positive, metavar="N", help="scenes: in all (10000)"
+            )
+            parser.add_argument("--seed", type=int, metavar="S", help="scenes: of the drawing (0)")
+            parser.add_argument("--level", type=int, metavar="1..4", help="scenes: one level (all)")
         parser.add_argument("out", type=Path, help="folder that is made")
         parser.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N")
         parser.add_argument("--force", action="store_true", help="replace shards that are there")
@@ -129,7 +136,13 @@ def _positive(text: str) -> int:
 
 
 def _build(options: Any) -> int:
-    manifest = SOURCES[options.source](options.out, options.samples_per_shard, options.force)
+    make = SOURCES[options.source]
+    asked = {name: getattr(options, name) for name in ("samples", "seed", "level")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name in asked:
+        if name not in signature(make).parameters:
+            raise UserError(f"--{name} has no meaning for the source '{options.source}'")
+    manifest = make(options.out, options.samples_per_shard, options.force, **asked)
     for split, counts in manifest["splits"].items():
         print(
             f"{options.out}/{split}-*.tar: {counts['samples']:,} samples, "

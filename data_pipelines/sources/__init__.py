@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from data_pipelines.sources import easy_vqa
+from data_pipelines.sources import easy_vqa, scenes
 
-Build = Callable[[Path, int, bool], dict]
+Build = Callable[..., dict]
 
-SOURCES: dict[str, Build] = {"easy_vqa": easy_vqa.build}
-"""Name to `build(out, samples_per_shard, force) -> manifest`."""
+SOURCES: dict[str, Build] = {"easy_vqa": easy_vqa.build, "scenes": scenes.build}
+"""Name to `build(out, samples_per_shard, force) -> manifest`.
+
+Further keyword arguments are what the source can be asked for (`samples`, `seed`, `level`)."""
