@@ -136,8 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("flops", help="count parameters, FLOPs, bytes", description=FLOPS)
     add_flops_arguments(command)
     command.set_defaults(run=flops)
-    for entry in importlib.metadata.entry_points(group=COMMANDS):
-        entry.load()(commands)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or words[0] not in commands.choices:
+        conceptmoe_vl_runtime.setup(quiet=True)  # what they import may import torch
+        for entry in importlib.metadata.entry_points(group=COMMANDS):
+            entry.load()(commands)
     arguments = parser.parse_args(argv)
     return run_program(lambda: arguments.run(arguments))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
-from pathlib import Path
 from typing import Any
 
 import conceptmoe_vl_runtime
@@ -63,20 +61,14 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from conceptmoe_vl.calibration import calibration_table, store_calibration
 
     folder = check_model_folder(arguments.model)
-    shards = [_shards_of(entry) for entry in arguments.data]
     model, processor = load_pretrained(folder, arguments.device)
-    distributions = _measure(model, processor, shards, arguments.tokens)
+    distributions = _measure(model, processor, arguments.data, arguments.tokens)
     table = calibration_table(distributions, ratios)
     report = _report(model.config.chunk, distributions, table, arguments)
     store_calibration(folder, table, report)
     _print(report)
     print(f"thresholds: {folder / 'config.json'}\ndistributions: {folder / 'calibration.json'}")
     return 0
-
-
-def _shards_of(entry: str) -> str:
-    """A pattern of tar files; a folder means all of its."""
-    return f"{glob.escape(entry.rstrip('/'))}/*.tar" if Path(entry).is_dir() else entry
 
 
 def _measure(model: Any, processor: Any, shards: list[str], tokens: int) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def expand_patterns(patterns: Sequence[str]) -> list[str]:
 
 def _matches(part: str, pattern: str) -> list[str]:
     if os.path.isdir(part):
-        part = os.path.join(part, "*.tar")
+        part = os.path.join(glob.escape(part), "*.tar")
     found = sorted(glob.glob(part)) or ([part] if os.path.isfile(part) else [])
     if not found:
         raise UserError(

@@ -49,14 +49,16 @@ def from_text(row: dict[str, Any], folder: ImageFolder) -> Found:
     return _record("", row["text"]), []
 
 
+def _list(row: dict[str, Any], name: str) -> list[Any]:
+    values = row.get(name)
+    if not isinstance(values, list):
+        raise RecordError("missing_field", f"'{name}' is no list", name)
+    return values
+
+
 def from_obelics(row: dict[str, Any], folder: ImageFolder) -> Found:
     """Lists `images` and `texts` of one length, with None where the other has something."""
-    images, texts = row.get("images"), row.get("texts")
-    for name, values in (("images", images), ("texts", texts)):
-        if not isinstance(values, list):
-            raise RecordError("missing_field", f"'{name}' is no list", name)
-    assert isinstance(images, list)
-    assert isinstance(texts, list)
+    images, texts = _list(row, "images"), _list(row, "texts")
     if len(images) != len(texts):
         raise RecordError(
             "bad_field",
@@ -74,12 +76,7 @@ def from_obelics(row: dict[str, Any], folder: ImageFolder) -> Found:
 
 def from_mmc4(row: dict[str, Any], folder: ImageFolder) -> Found:
     """Sentences `text_list`, and `image_info`: each picture before the sentence that it matches."""
-    sentences, infos = row.get("text_list"), row.get("image_info")
-    for name, values in (("text_list", sentences), ("image_info", infos)):
-        if not isinstance(values, list):
-            raise RecordError("missing_field", f"'{name}' is no list", name)
-    assert isinstance(sentences, list)
-    assert isinstance(infos, list)
+    sentences, infos = _list(row, "text_list"), _list(row, "image_info")
     before: list[list[tuple[Any, str]]] = [[] for _ in sentences]
     for number, info in enumerate(infos):
         field = f"image_info[{number}]"
