@@ -63,24 +63,26 @@ class Bench:
         return sum(sizes[what] for what in self.options.what)
 
     def prefills(self) -> None:
-        """One document of every length; the cells of one length share the baseline's runs."""
+        """One document of every length; the models of one length take turns."""
         cells = []
         for length in self.options.lengths:
             ids = random_ids(self.baseline, 1, length)
-            baseline, before = prefill(self.baseline, ids), None
             self._warm_up(self.baseline, length)
+            runs, held = {}, {}
             for name, contestant in self.others.items():
                 self._warm_up(contestant, length)
-                run, held = self._remembering(prefill(contestant, ids))
-                pairs, before = alternate(
-                    self.clock,
-                    baseline,
-                    run,
-                    self.options.repeats,
-                    self.options.cell_seconds,
-                    before,
-                )
-                cells.append(self._cell("prefill", name, 1, length, pairs, held))
+                runs[name], held[name] = self._remembering(prefill(contestant, ids))
+            found, _ = alternate(
+                self.clock,
+                prefill(self.baseline, ids),
+                runs,
+                self.options.repeats,
+                self.options.cell_seconds,
+            )
+            cells += [
+                self._cell("prefill", name, 1, length, pairs, held[name])
+                for name, pairs in found.items()
+            ]
         self._predict(cells, lambda c, length: prefill_work(c, length), decoding=False)
 
     def _remembering(self, run: Callable[[], Any]) -> tuple[Callable[[], None], dict[str, int]]:
@@ -124,10 +126,15 @@ class Bench:
                 baseline()
             run = Decoding(contestant, rows, length, steps)
             run()
-            pairs, before = alternate(
-                self.clock, baseline, run, self.options.repeats, self.options.cell_seconds, before
+            found, before = alternate(
+                self.clock,
+                baseline,
+                {name: run},
+                self.options.repeats,
+                self.options.cell_seconds,
+                before,
             )
-            cells.append(self._cell("decode", name, rows, length, pairs, run.bytes, steps))
+            cells.append(self._cell("decode", name, rows, length, found[name], run.bytes, steps))
             del run
             _give_back(self.options.device)  # its cache may take half of the memory
         del baseline

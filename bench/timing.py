@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -52,26 +52,33 @@ class Clock:
 def alternate(
     clock: Clock,
     baseline: Callable[[], object],
-    variant: Callable[[], object],
+    variants: Mapping[str, Callable[[], object]],
     repeats: int,
     limit: float = float("inf"),
     before: float | None = None,
-) -> tuple[Pairs, float]:
-    """Baseline, variant, baseline, variant, ..., baseline.
+) -> tuple[dict[str, Pairs], float]:
+    """Baseline, every variant, baseline, every variant, ..., baseline.
 
     Args:
-        repeats: pairs. limit: seconds after which no further pair begins.
+        repeats: rounds, each of one run of every variant. limit: seconds after which no further
+            round begins.
         before: seconds of a run of the baseline just made, taken as the first one.
 
     Returns:
-        What was found, and the seconds of the baseline's last run (`before` of the next variant).
+        What was found of each variant, and the seconds of the baseline's last run (`before` of the
+        next call).
     """
     start = time.perf_counter()
     base = [clock.seconds(baseline) if before is None else before]
-    ours: list[float] = []
-    while len(ours) < repeats and (not ours or time.perf_counter() - start < limit):
-        ours.append(clock.seconds(variant))
+    runs: dict[str, list[float]] = {name: [] for name in variants}
+    while len(base) <= repeats and (len(base) == 1 or time.perf_counter() - start < limit):
+        for name, variant in variants.items():
+            runs[name].append(clock.seconds(variant))
         base.append(clock.seconds(baseline))
+    return {name: _paired(base, seconds) for name, seconds in runs.items()}, base[-1]
+
+
+def _paired(base: list[float], ours: list[float]) -> Pairs:
     ratios = [(base[i] + base[i + 1]) / 2 / seconds for i, seconds in enumerate(ours)]
     median = statistics.median
-    return Pairs(median(base), median(ours), median(ratios), len(ours)), base[-1]
+    return Pairs(median(base), median(ours), median(ratios), len(ours))

@@ -121,18 +121,21 @@ def test_a_filled_cache_holds_what_is_said(contestants, name):
 
 
 def test_alternation(monkeypatch):
-    """Each of the variant's runs is paired with the baseline's before and after it."""
+    """Each of a variant's runs is paired with the baseline's before and after it."""
     order: list[str] = []
     clock = Clock("cpu")
-    seconds = {"base": iter([4.0, 2.0, 6.0]), "ours": iter([1.5, 1.0])}
+    seconds = {"base": iter([4.0, 2.0, 6.0]), "ours": iter([1.5, 1.0]), "other": iter([3.0, 8.0])}
 
     def timed(run):
         order.append(run())
         return next(seconds[order[-1]])
 
     monkeypatch.setattr(clock, "seconds", timed)
-    pairs, last = alternate(clock, lambda: "base", lambda: "ours", repeats=2)
-    assert order == ["base", "ours", "base", "ours", "base"]
+    variants = {"ours": lambda: "ours", "other": lambda: "other"}
+    found, last = alternate(clock, lambda: "base", variants, repeats=2)
+    assert order == ["base", "ours", "other", "base", "ours", "other", "base"]
+    pairs = found["ours"]
+    assert found["other"].speedup == 0.75
     assert (pairs.speedup, pairs.baseline, pairs.variant, pairs.count) == (3.0, 4.0, 1.25, 2)
     assert last == 6.0
 
