@@ -1,6 +1,7 @@
 """The configuration of a run: one YAML file with the sections model, data, training and evaluation.
 
 Notable:
+- `extends: other.yaml` lays a file over another one (`read_yaml`);
 - `key=value` overrides take dotted paths (`training.max_steps=10`), also into `model.text` and
   `data`;
 - an unknown key at any level is an error that names the nearest known one;

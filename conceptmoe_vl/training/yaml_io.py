@@ -54,13 +54,41 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict:
-    """The mapping in a YAML file.
+    """The mapping in a YAML file, laid over the file that its key `extends` names.
+
+    `extends` is a path from the file's own folder. Mappings are merged key by key, at any depth;
+    any other value, null too, replaces what it extends.
 
     Raises:
-        UserError: the file is missing, unreadable, not YAML, or holds no mapping.
+        UserError: a file is missing, unreadable, not YAML, or holds no mapping; or it extends
+            itself.
     """
+    return _read_extended(Path(path), ())
+
+
+def _read_extended(path: Path, children: tuple[Path, ...]) -> dict:
+    if path.resolve() in children:
+        raise UserError(f"{path} extends itself; take a key 'extends' out")
+    values = _read_file(path)
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends is {base!r}; name one YAML file")
+    return _merged(_read_extended(path.parent / base, (*children, path.resolve())), values)
+
+
+def _merged(base: dict, values: dict) -> dict:
+    merged = dict(base)
+    for key, value in values.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _read_file(path: Path) -> dict:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from error
     values = parse_yaml(text, str(path))

@@ -69,6 +69,39 @@ def test_missing_section_and_file(path, tmp_path):
         load_run_config(path("- 1\n"))
 
 
+def test_a_file_extends_another(tmp_path):
+    """Mappings are merged at any depth, all else is replaced; the path starts from the file."""
+    (tmp_path / "sub").mkdir()
+    base = {**MINIMAL, "data": {"shards": "x", "seed": 3}, "training": {"max_steps": 5, "seed": 4}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "middle.yaml").write_text(
+        "extends: base.yaml\nmodel: {text: {k: {a: 1, b: [1]}}}\n"
+    )
+    child = tmp_path / "sub" / "child.yaml"
+    child.write_text(
+        "extends: ../middle.yaml\nrun_dir: other\nmodel: {text: {k: {b: [2]}}}\n"
+        "training: {max_steps: null, max_minutes: 2}\n"
+    )
+    config = load_run_config(child)
+    assert (config.run_dir, config.data) == ("other", {"shards": "x", "seed": 3})
+    assert config.model.text == {"k": {"a": 1, "b": [2]}}
+    training = config.training
+    assert (training.max_steps, training.max_minutes, training.seed) == (None, 2.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: run.yaml\n", "extends itself"),
+        ("extends: absent.yaml\n", "cannot read the configuration .*absent.yaml"),
+        ("extends: [a.yaml]\n", "name one YAML file"),
+    ],
+)
+def test_mistakes_in_extending(path, text, message):
+    with pytest.raises(UserError, match=message):
+        load_run_config(path(text))
+
+
 @pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "3E-4", "+3e-4"])
 def test_exponents_are_numbers(text):
     assert parse_yaml(text, "test") == 3e-4
