@@ -97,3 +97,11 @@ def setup(quiet: bool = False) -> str | None:
     if not quiet and os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
     return line
+
+
+def command_line() -> int:
+    """The console script `conceptmoe-vl`: the settings first, then the package, with torch."""
+    setup(quiet=True)
+    from conceptmoe_vl.cli import main
+
+    return main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -71,3 +72,15 @@ def test_freed_memory_is_not_faulted_in_again():
     with_it = int(run_python(setup + _COUNT_FAULTS).stdout)
     without = int(run_python(_COUNT_FAULTS).stdout)
     assert with_it < max(without // 10, 200)
+
+
+def test_the_console_script_sets_up_before_torch_is_imported():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="conceptmoe-vl")
+    code = (
+        f"import sys, {script.module} as module\n"
+        "module.setup = lambda quiet: print('torch' in sys.modules)\n"
+        f"sys.argv = ['conceptmoe-vl', '--help']\nmodule.{script.attr}()"
+    )
+    out = run_python(code).stdout
+    assert out.startswith("False\n")
+    assert "usage: conceptmoe-vl" in out
