@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -68,10 +68,13 @@ class Source(Protocol):
     Attributes:
         num_samples: at least 1. Everything that `order` tells of.
         samples: where each sample lies, for workers that read by offset; None where `fetch` reads.
+        names: the data set's name of a shard, for counts and losses by source; shards that are not
+            there leave it to the record. A `RawSample` has the same `shard`.
     """
 
     num_samples: int
     samples: Sequence[IndexedSample] | None
+    names: Mapping[str, str]
 
     def fingerprint(self) -> str:
         """Changes when a sample is added, removed, renamed or resized."""
@@ -101,10 +104,19 @@ class LocalSource:
         number: of the source among those of the stream.
         seed: of the order.
         shuffle: False keeps the order of the shards in every epoch.
+        names: see `Source`.
     """
 
-    def __init__(self, index: ShardIndex, number: int, seed: int, shuffle: bool) -> None:
-        self.samples: Sequence[IndexedSample] = index.samples
+    def __init__(
+        self,
+        index: ShardIndex,
+        number: int,
+        seed: int,
+        shuffle: bool,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.samples: Sequence[IndexedSample] | None = index.samples
+        self.names: Mapping[str, str] = names or {}
         self.num_samples = len(index.samples)
         self._index = index
         self._number, self._seed, self._shuffle = number, seed, shuffle
