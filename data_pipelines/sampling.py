@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +39,11 @@ class RawSample:
     repeated: tuple[str, ...] = ()
     reason: str = ""
     message: str = ""
+
+    @property
+    def name(self) -> str:
+        """`shard/key`, as that of an `IndexedSample`."""
+        return f"{Path(self.shard).name}/{self.key}"
 
 
 class Place(NamedTuple):
@@ -156,3 +163,11 @@ def generator(*entropy: int, source: int = 0) -> np.random.Generator:
     """
     key = (source,) if source else ()
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy, spawn_key=key)))
+
+
+def is_held_out(key: str, share: float) -> bool:
+    """Whether a sample belongs to the held-out split: a function of its key and the share alone.
+    A sample that is held out at some share is held out at every larger one.
+    """
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
