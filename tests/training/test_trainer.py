@@ -61,7 +61,7 @@ def test_metrics_line_has_the_documented_fields(trainer):
     (line,) = lines(run.run_dir / "metrics.jsonl")
     documented = """step samples tokens loss lm_loss ratio_loss balance_loss lm_loss_text
         lm_loss_by_source ratio ratio_image ratio_text boundary_confidence expert_load lr grad_norm
-        skipped tokens_per_second data_wait_share peak_memory"""
+        skipped delivered_by_source tokens_per_second data_wait_share peak_memory"""
     assert set(documented.split()) <= set(line)
     assert line["samples"] == 4
     assert set(line["lm_loss_by_source"]) == {"even", "odd"}
