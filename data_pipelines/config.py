@@ -48,7 +48,7 @@ class DataConfig:
     shuffle_questions: bool = False
     augment: str = "none"
     max_shift: int = 8
-    pack_lookahead: int = 8
+    pack_lookahead: int = 64
     on_error: str = "limit"
     max_skips: int | None = None
     max_skip_share: float = 0.05
