@@ -24,6 +24,8 @@ class DataConfig:
         held_out: share of the samples, by a hash of their keys, that training does not see.
         split: train | held_out: which side of `held_out` to deliver.
         tokens_per_batch: most tokens of a packed batch (one process, one micro-batch).
+        over_length: what a longer sample does: drop | truncate (text is cut at the end) | split (a
+            document gives several; a conversation is dropped).
         shuffle: a new random order each epoch; False keeps the shards' order.
         seed: of the order, the choice of questions and the augmentation.
         epochs: passes over the data after which the stream ends; None: endless.
@@ -51,6 +53,7 @@ class DataConfig:
     held_out: float = 0.0
     split: str = "train"
     tokens_per_batch: int = 4096
+    over_length: str = "drop"
     shuffle: bool = True
     seed: int = 0
     epochs: int | None = None
@@ -59,7 +62,7 @@ class DataConfig:
     shuffle_questions: bool = False
     augment: str = "none"
     max_shift: int = 8
-    pack_lookahead: int = 8
+    pack_lookahead: int = 64
     pack_lookahead_bytes: int = 2**28
     on_error: str = "limit"
     max_skips: int | None = None
@@ -75,6 +78,7 @@ class DataConfig:
         for name, choices in (
             ("split", ("train", "held_out")),
             ("augment", ("none", *AUGMENTATIONS)),
+            ("over_length", ("drop", "truncate", "split")),
             ("on_error", ("raise", "skip", "limit")),
             ("on_truncated_shard", ("raise", "skip")),
         ):

@@ -13,11 +13,10 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, EncodedSample
 from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.config import DataConfig
+from data_pipelines.over_length import is_document, split, truncated
 from data_pipelines.records import Conversation, RecordError, pick_questions
 from data_pipelines.sampling import Place, RawSample, generator, is_held_out
 from data_pipelines.shards import IndexedSample, ShardReader, read_sample
-
-_TOKEN_BYTES = 16  # a place in each of two lists; most numbers are shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +35,31 @@ class Skipped:
     fault: bool
 
 
+_TOKEN_BYTES = 80  # id and label: two pointers in lists and two integers
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """An encoded sample with its name and source."""
+    """An encoded sample, or a piece of one, with the sample's name and source.
+
+    Fields:
+        over_length: what was done to make it fit: truncated | split; empty: nothing.
+    """
 
     sample: EncodedSample
     key: str
     source: str
+    over_length: str = ""
 
     def __len__(self) -> int:
         return len(self.sample.input_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its pixels and, roughly, of its tokens."""
-        images = sum(image.pixels.nbytes for image in self.sample.images)
-        return images + _TOKEN_BYTES * len(self)
+        """Memory that it takes, about; depends on the sample alone."""
+        images = self.sample.images
+        coords = sum(image.coord.nbytes for image in images if image.coord is not None)
+        return _TOKEN_BYTES * len(self) + coords + sum(image.pixels.nbytes for image in images)
 
 
 def with_pictures(turns: list[Turn], pixels: Callable[[str], Any]) -> list[Turn]:
@@ -98,25 +106,30 @@ class SampleEncoder:
         self._reader = ShardReader()
 
     def encode(self, place: Place) -> tuple[Document, ...] | Skipped:
-        """The documents of a sample, as its epoch sees it; none where it is of the other split."""
-        sample, reader = self._find(place)
+        """The sample at this place, as its epoch sees it.
+
+        Returns:
+            One document, or the pieces of a split one; each of at most `tokens_per_batch` tokens.
+            None of them where the sample is of the other split.
+        """
+        found, reader = self._find(place)
         config = self.config
-        held_out = config.held_out > 0 and is_held_out(sample.key, config.held_out)
+        held_out = config.held_out > 0 and is_held_out(found.key, config.held_out)
         if held_out != (config.split == "held_out"):
             return ()
-        where = f"shard '{sample.shard}', key '{sample.key}'"
+        where = f"shard '{found.shard}', key '{found.key}'"
         try:
-            conversation = read_sample(reader, sample)
+            conversation = read_sample(reader, found)
             rng = generator(config.seed, place.epoch, place.number, source=place.source)
             turns = self._choose_questions(conversation, rng)
             filled = with_pictures(
-                turns, lambda member: self._pixels(reader.read(sample, member), member, rng)
+                turns, lambda member: self._pixels(reader.read(found, member), member, rng)
             )
-            encoded = self.processor.encode_turns(filled)
+            sample = self.processor.encode_turns(filled)
         except (RecordError, ImageError) as error:
             return Skipped(error.reason, f"{where}: {error}", fault=True)
-        source = self.names[place.source].get(sample.shard, conversation.source)
-        return self._documents(encoded, sample.name, source, where)
+        source = self.names[place.source].get(found.shard, conversation.source)
+        return self._documents(sample, turns, where, found.name, source)
 
     def _find(self, place: Place) -> tuple[Any, Any]:
         """A sample and what reads its members: by offset, or those that came with the place."""
@@ -127,18 +140,32 @@ class SampleEncoder:
         return samples[place.number], self._reader
 
     def _documents(
-        self, sample: EncodedSample, key: str, source: str, where: str
+        self, sample: EncodedSample, turns: list[Turn], where: str, key: str, source: str
     ) -> tuple[Document, ...] | Skipped:
-        length, limit = len(sample.input_ids), self.config.tokens_per_batch
-        if length > limit:
+        """A sample that fits, or what `over_length` makes of it."""
+        if sample.num_supervised == 0:
+            return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
+        if len(sample.input_ids) <= self.config.tokens_per_batch:
+            return (Document(sample, key, source),)
+        pieces, done = self._shortened(sample, turns)
+        if not pieces:
+            length, limit = len(sample.input_ids), self.config.tokens_per_batch
             return Skipped(
                 "too_long",
                 f"{where}: {length} tokens with its images, data.tokens_per_batch is {limit}",
                 fault=False,
             )
-        if sample.num_supervised == 0:
-            return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
-        return (Document(sample, key, source),)
+        return tuple(Document(piece, key, source, done) for piece in pieces)
+
+    def _shortened(self, sample: EncodedSample, turns: list[Turn]) -> tuple[list, str]:
+        """What `over_length` makes of a sample that is too long: pieces, none to drop it."""
+        policy, limit = self.config.over_length, self.config.tokens_per_batch
+        if policy == "truncate":
+            kept = truncated(sample, limit, self.processor)
+            return [] if kept is None else [kept], "truncated"
+        if policy == "split" and is_document(turns):
+            return split(sample, limit, self.processor) or [], "split"
+        return [], ""
 
     def _choose_questions(self, conversation: Conversation, rng: np.random.Generator) -> list[Turn]:
         limit, shuffle = self.config.questions_per_conversation, self.config.shuffle_questions

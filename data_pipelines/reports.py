@@ -113,13 +113,13 @@ def show(patterns: list[str], key: str | None, processor: Any, console: Console)
     if not found:
         raise UserError(f"no sample has the key '{key}'; `inspect` lists the keys")
     config = DataConfig(shards=patterns, tokens_per_batch=2**31)
-    results = SampleEncoder(config, [found[:1]], [{}], processor).encode(Place(0, 0, 0))
-    if isinstance(results, Skipped):
-        raise UserError(f"{results.message} (reason {results.reason})")
-    (result,) = results
-    console.print(Text(f"{result.key}, source {result.source}", style="bold"))
-    console.print(_colored(processor, result.sample.input_ids, result.sample.labels))
-    sample = result.sample
+    result = SampleEncoder(config, [found[:1]], [{}], processor).encode(Place(0, 0, 0))
+    if isinstance(result, Skipped):
+        raise UserError(f"{result.message} (reason {result.reason})")
+    (document,) = result
+    sample = document.sample
+    console.print(Text(f"{document.key}, source {document.source}", style="bold"))
+    console.print(_colored(processor, sample.input_ids, sample.labels))
     grids = " ".join(
         f"{rows}x{columns}" for rows, columns in (image.grid for image in sample.images)
     )

@@ -4,12 +4,12 @@ A rank's state is plain numbers, strings, lists and mappings:
 
 | field | meaning |
 | --- | --- |
-| `format`, `seed`, `shuffle`, `held_out`, `split` | must be those of the run |
+| `format`, `seed`, `shuffle`, `held_out`, `split`, `split_at` | must be those of the run |
 | `rank`, `world_size` | of the rank |
 | `picks` | samples taken from the sources, delivered or at hand |
 | `sources` | of each: `name`, `fingerprint`; not taken: `pending`, then `next`, `next` + W, ... |
 | `ready` | documents at hand, in order: source, k, piece, number of pieces of that sample |
-| `documents`, `delivered`, `skipped` | counts since the start |
+| `documents`, `delivered`, `skipped`, `over_length` | counts since the start |
 | `epoch_skips`, `epoch_faults`, `unused_in_a_row`, `skips_in_a_row` | of the present epoch |
 """
 
@@ -23,7 +23,7 @@ from conceptmoe_vl.errors import UserError
 
 FORMAT = 2
 
-_OF_THE_RUN = ("format", "seed", "shuffle", "held_out", "split", "order")
+_OF_THE_RUN = ("format", "seed", "shuffle", "held_out", "split", "split_at", "order")
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -40,6 +40,7 @@ def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
         ("shuffle", "set data.shuffle back, or start a new run"),
         ("held_out", "set data.held_out back, or start a new run"),
         ("split", "set data.split back, or start a new run"),
+        ("split_at", "set data.over_length and tokens_per_batch back, or start a new run"),
         ("order", "install the numpy that it was written with, or start a new run"),
     ):
         if state.get(name) != own[name]:
@@ -78,7 +79,7 @@ def merge_states(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
     taken = _deal(sum(state["picks"] for state in states) - returned, world_size)
     counts = {
         name: _deal_counts([state[name] for state in states], world_size)
-        for name in ("documents", "delivered", "skipped", "epoch_skips")
+        for name in ("documents", "delivered", "skipped", "over_length", "epoch_skips")
     }
     sources = [
         _deal_source([state["sources"][number] for state in states], whole[number], world_size)

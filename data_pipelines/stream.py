@@ -52,6 +52,7 @@ class PackedStream:
 
     Attributes:
         skipped: samples that gave no tokens, by reason, since the start of the run.
+        over_length: samples that were `truncated` or `split` to fit, by that.
         delivered: samples, tokens and images by source, since the start of the run.
         documents: documents delivered since the start of the run.
     """
@@ -68,6 +69,7 @@ class PackedStream:
         self.rank, self.world_size = rank, world_size
         self.num_samples = sum(source.num_samples for source in sources)
         self.skipped: Counter[str] = Counter()
+        self.over_length: Counter[str] = Counter()
         self.delivered: dict[str, dict[str, int]] = {}
         self.documents = 0
         weights = [each.weight for each in config.source_configs if each.weight is not None]
@@ -167,6 +169,7 @@ class PackedStream:
             self._count(result, epoch)
         elif result:
             self._skips_in_a_row = self._unused_in_a_row = 0
+            self.over_length.update({result[0].over_length} - {""})
             self._ready += [_ready(pick, piece, result) for piece in range(len(result))]
             return
         self._unused_in_a_row += 1
@@ -232,6 +235,7 @@ class PackedStream:
             "documents": self.documents,
             "delivered": {name: dict(counts) for name, counts in self.delivered.items()},
             "skipped": dict(self.skipped),
+            "over_length": dict(self.over_length),
             "epoch_skips": dict(self._epoch_skips),
             "epoch_faults": self._epoch_faults,
             "skips_in_a_row": self._skips_in_a_row,
@@ -263,6 +267,7 @@ class PackedStream:
         self.documents = state["documents"]
         self.delivered = {name: dict(counts) for name, counts in state["delivered"].items()}
         self.skipped = Counter(state["skipped"])
+        self.over_length = Counter(state["over_length"])
         self._epoch_skips = Counter(state["epoch_skips"])
         self._epoch_faults = state["epoch_faults"]
         self._skips_in_a_row = state["skips_in_a_row"]
@@ -286,9 +291,9 @@ class PackedStream:
                 continue
             if len(result) != pieces:
                 raise UserError(
-                    f"sample {result[0].key if result else k} was cut into {pieces} pieces when "
-                    f"the checkpoint was written, and is into {len(result)} now; set "
-                    "data.tokens_per_batch and data.over_length back, or start a new run"
+                    f"sample {place_of(pick, self._sources).number} gave {pieces} pieces when the "
+                    f"checkpoint was written and gives {len(result)} now: its shard has been "
+                    "changed; restore it, or start a new run"
                 )
             self._ready.append(_ready(pick, piece, result))
 
@@ -321,6 +326,7 @@ def _identity(
         "shuffle": config.shuffle,
         "held_out": config.held_out,
         "split": config.split,
+        "split_at": config.tokens_per_batch if config.over_length == "split" else 0,
         "order": hashlib.sha256(probe).hexdigest()[:16],
         "weights": [[list(point) for point in points] for points in weights],
         "sources": [
