@@ -1,4 +1,4 @@
-"""`python -m data_pipelines build|validate|inspect|stats|show`."""
+"""`python -m data_pipelines build|index|validate|inspect|stats|show`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser("build", help="write shards of a built-in source or of a layout")
     _add_sources(build.add_subparsers(required=True, metavar="SOURCE"))
+
+    index = commands.add_parser("index", help="write an index beside shards that others built")
+    index.add_argument("shards", nargs="+", help="tar files, folders or patterns")
+    index.add_argument(
+        "--manifest", action="store_true", help="and a manifest.json with counts and checksums"
+    )
+    index.set_defaults(run=_index)
 
     validate = commands.add_parser("validate", help="name every fault (exit status 1)")
     validate.add_argument("paths", nargs="+", help="shards, folders, patterns, or JSONL files")
@@ -174,6 +181,21 @@ def _build_layout(options: Any) -> int:
         print(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}")
         print(f"all of them by reason, the first by name: {options.out}/{REJECTS}")
     return 0
+
+
+def _index(options: Any) -> int:
+    from data_pipelines.indexing import write_indexes
+
+    damaged: list[str] = []
+
+    def on_damage(shard: str, fault: str) -> None:
+        damaged.append(shard)
+        print(f"shard '{shard}': {fault}; copy it again", file=sys.stderr)
+
+    entries = write_indexes(options.shards, on_damage, options.manifest)
+    samples = sum(entry["samples"] for entry in entries)
+    print(f"indexed {samples:,} samples in {len(entries)} shards, damaged {len(damaged)}")
+    return int(bool(damaged))
 
 
 def _validate(options: Any) -> int:

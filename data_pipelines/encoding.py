@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,10 @@ class SampleEncoder:
     """
 
     def __init__(
-        self, config: DataConfig, samples: list[IndexedSample], processor: ConceptMoEVLProcessor
+        self,
+        config: DataConfig,
+        samples: Sequence[IndexedSample],
+        processor: ConceptMoEVLProcessor,
     ) -> None:
         self.config = config
         self.samples = samples

@@ -10,41 +10,42 @@ import collections
 import dataclasses
 import glob
 import hashlib
+import logging
 import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from conceptmoe_vl.errors import UserError
 from data_pipelines.records import Conversation, RecordError, read_record
+from data_pipelines.shard_index import (
+    BLOCK,
+    IndexedSample,
+    Member,
+    SampleMembers,
+    ShardSamples,
+    ShardTable,
+    StaleIndexError,
+    load_index,
+)
 
-_BLOCK = 512  # bytes, of a tar
+__all__ = [
+    "IndexedSample",
+    "Member",
+    "ShardIndex",
+    "ShardReader",
+    "expand_patterns",
+    "index_shards",
+    "iter_texts",
+    "read_sample",
+    "scan_shard",
+]
+
+logger = logging.getLogger(__name__)
+
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _OPEN_FILES = 64
-
-
-class Member(NamedTuple):
-    """Where a file lies in a shard: bytes from its start."""
-
-    offset: int
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexedSample:
-    """A sample of a shard: `members` by name without the key (`json`, `img0.png`)."""
-
-    shard: str
-    key: str
-    members: dict[str, Member]
-    repeated: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """`shard/key`, unique in a data set."""
-        return f"{Path(self.shard).name}/{self.key}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,11 @@ class ShardIndex:
     """All samples of some shards, in the order of the shards and of the files in them.
 
     Fields:
+        samples: each is made when it is asked for.
         damaged: shards that end early or hold a broken header, with what is wrong.
     """
 
-    samples: list[IndexedSample]
+    samples: Sequence[IndexedSample]
     shards: list[str]
     damaged: dict[str, str]
 
@@ -114,42 +116,48 @@ def _expand_ranges(pattern: str) -> list[str]:
 
 
 def index_shards(patterns: Sequence[str]) -> ShardIndex:
-    """Scans the headers of all shards.
+    """The samples of all shards, by the index beside a shard or else by its headers.
 
     Raises:
         UserError: see `expand_patterns`; or a shard cannot be opened.
     """
     shards = expand_patterns(patterns)
-    samples: list[IndexedSample] = []
+    tables: list[ShardTable] = []
     damaged: dict[str, str] = {}
     for shard in shards:
-        found, fault = scan_shard(shard)
-        samples += found
+        found, fault = _indexed(shard) or scan_shard(shard)
+        tables.append(ShardTable(shard, found))
         if fault is not None:
             damaged[shard] = fault
-    return ShardIndex(samples, shards, damaged)
+    return ShardIndex(ShardSamples(tables), shards, damaged)
+
+
+def _indexed(shard: str) -> tuple[list[IndexedSample], None] | None:
+    """As `scan_shard`, by the index beside the shard; None where there is none that fits."""
+    try:
+        loaded = load_index(shard)
+    except (StaleIndexError, OSError) as error:
+        logger.warning("the index of shard '%s' is not used: %s; its headers are", shard, error)
+        return None
+    return None if loaded is None else (loaded[0], None)
 
 
 def scan_shard(shard: str) -> tuple[list[IndexedSample], str | None]:
-    """Samples of a shard, and what is wrong with it (None: nothing).
+    """Samples of a shard by its headers, and what is wrong with it (None: nothing).
 
     Of a damaged shard the last sample before the damage is left out, since members of it may be
     missing.
     """
-    members: dict[str, dict[str, Member]] = {}
-    repeated: dict[str, list[str]] = collections.defaultdict(list)
+    members = SampleMembers()
     fault, last_key, end = None, "", 0
     try:
         size = os.path.getsize(shard)
         with tarfile.open(shard, "r:") as tar:
             for info in tar:
-                end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
-                if not info.isfile():
-                    continue
-                last_key, name = _split_name(info.name)
-                if name in members.setdefault(last_key, {}):
-                    repeated[last_key].append(name)
-                members[last_key][name] = Member(info.offset_data, info.size)
+                member = Member(info.offset_data, info.size)
+                end = member.end
+                if info.isfile():
+                    last_key = members.add(info.name, member)
         if not _is_end_mark(shard, end):
             fault = f"it ends early or is damaged at byte {end} of {size}"
     except (tarfile.TarError, EOFError) as error:
@@ -157,25 +165,31 @@ def scan_shard(shard: str) -> tuple[list[IndexedSample], str | None]:
     except OSError as error:
         raise UserError(f"shard '{shard}' cannot be read ({error}); check the file") from error
     if fault is not None:
-        members.pop(last_key, None)
-    samples = [
-        IndexedSample(shard, key, found, tuple(repeated.get(key, ())))
-        for key, found in members.items()
-    ]
-    return samples, fault
+        members.by_key.pop(last_key, None)
+    return members.samples(shard), fault
 
 
 def _is_end_mark(shard: str, offset: int) -> bool:
     """Whether a block of zeros stands there; tarfile takes any broken header for the end."""
     with open(shard, "rb") as file:
         file.seek(offset)
-        return file.read(_BLOCK) == bytes(_BLOCK)
+        return file.read(BLOCK) == bytes(BLOCK)
 
 
-def _split_name(path: str) -> tuple[str, str]:
-    folder, slash, file = path.rpartition("/")
-    stem, _, name = file.partition(".")
-    return f"{folder}{slash}{stem}", name.lower()
+def _is_header(block: bytes, key: str, name: str, size: int) -> bool:
+    """Whether the header of a tar is that of a member, by its size and the last part of its path.
+
+    Long and foreign paths are cut or replaced there, and sizes from 8 GiB on are not octal: what
+    cannot be compared counts as equal.
+    """
+    try:
+        found = int(block[124:136].strip(b" \0") or b"0", 8)
+    except ValueError:
+        found = size if block[124] & 0x80 else -1
+    path = block[:100].partition(b"\0")[0].lower()
+    own = f"{key.rpartition('/')[2]}.{name}".rstrip(".").lower()
+    same = len(path) == 100 or not own.isascii() or path.rpartition(b"/")[2] == own.encode()
+    return found == size and same
 
 
 class ShardReader:
@@ -188,15 +202,20 @@ class ShardReader:
         """A member's bytes.
 
         Raises:
-            RecordError: the sample has no such member, or the file has become shorter.
+            RecordError: the sample has no such member, or it does not stand where it should: the
+                file was cut or replaced, or the index beside it is wrong.
         """
         if name not in sample.members:
             raise RecordError("missing_field", f"the member '{name}' is missing", name)
-        member = sample.members[name]
-        data = os.pread(self._file(sample.shard), member.size, member.offset)
-        if len(data) != member.size:
+        offset, size = sample.members[name]
+        data = os.pread(self._file(sample.shard), BLOCK + size, offset - BLOCK)
+        if len(data) != BLOCK + size:
             raise RecordError("truncated_shard", f"the member '{name}' ends early", name)
-        return data
+        if not _is_header(data[:BLOCK], sample.key, name, size):
+            raise RecordError(
+                "truncated_shard", f"the member '{name}' does not stand at byte {offset}", name
+            )
+        return data[BLOCK:]
 
     def _file(self, shard: str) -> int:
         if shard in self._files:

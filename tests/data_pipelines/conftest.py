@@ -11,6 +11,7 @@ from PIL import Image
 
 from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, train_tokenizer
+from data_pipelines.__main__ import main
 from data_pipelines.writing import write_shards
 
 
@@ -55,6 +56,15 @@ def toy_shards(folder: Path, counts: list[int], **options) -> str:
         write_shards(folder, f"toy{place}", samples, size=count)
         number += count
     return str(folder / "*.tar")
+
+
+def failure(capsys, *arguments: str) -> str:
+    """The one line that a mistaken call prints."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
 
 
 @pytest.fixture(scope="session")

@@ -9,15 +9,7 @@ import pytest
 from conceptmoe_vl.processing import register
 from data_pipelines.__main__ import main
 from data_pipelines.shards import ShardReader, index_shards
-from tests.data_pipelines.conftest import toy_shards
-
-
-def failure(capsys, *arguments: str) -> str:
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+from tests.data_pipelines.conftest import failure, toy_shards
 
 
 def test_easy_vqa_is_built_whole(tmp_path, capsys):

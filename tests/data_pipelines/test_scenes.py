@@ -226,11 +226,9 @@ def test_a_seed_gives_the_same_bytes_whatever_happened_before(tmp_path):
     build(tmp_path / "other", 20, samples=40, seed=4)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     one, other = digests(tmp_path / "one"), digests(tmp_path / "other")
-    assert (
-        one.keys()
-        == other.keys()
-        == {*("train-000000.tar", "train-000001.tar", "test-000000.tar", "manifest.json")}
-    )
+    shards = ("train-000000", "train-000001", "test-000000")
+    files = {f"{shard}.{kind}" for shard in shards for kind in ("tar", "index.json")}
+    assert one.keys() == other.keys() == {*files, "manifest.json"}
     assert not set(one.values()) & set(other.values())
 
 

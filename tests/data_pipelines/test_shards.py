@@ -105,7 +105,8 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
         (tmp_path / name).mkdir()
         write_shards(tmp_path / name, "s", (sample(number) for number in range(5)), 2)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == ["s-000000.tar", "s-000001.tar", "s-000002.tar"]
+    numbers = ("000000", "000001", "000002")
+    assert files == [f"s-{number}.{kind}" for number in numbers for kind in ("index.json", "tar")]
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
