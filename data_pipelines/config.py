@@ -18,6 +18,8 @@ class DataConfig:
     Fields:
         shards: local tar files: paths, glob patterns or brace ranges (`train-{000..003}.tar`).
         tokens_per_batch: most tokens of a packed batch (one process, one micro-batch).
+        over_length: what a longer sample does: drop | truncate (text is cut at the end) | split (a
+            document gives several; a conversation is dropped).
         shuffle: a new random order each epoch; False keeps the shards' order.
         seed: of the order, the choice of questions and the augmentation.
         epochs: passes over the data after which the stream ends; None: endless.
@@ -40,6 +42,7 @@ class DataConfig:
 
     shards: Any = dataclasses.field(default_factory=list)
     tokens_per_batch: int = 4096
+    over_length: str = "drop"
     shuffle: bool = True
     seed: int = 0
     epochs: int | None = None
@@ -48,7 +51,7 @@ class DataConfig:
     shuffle_questions: bool = False
     augment: str = "none"
     max_shift: int = 8
-    pack_lookahead: int = 8
+    pack_lookahead: int = 64
     on_error: str = "limit"
     max_skips: int | None = None
     max_skip_share: float = 0.05
@@ -63,6 +66,7 @@ class DataConfig:
             raise UserError(f"data.shards is {self.shards!r}; name tar files or patterns of them")
         for name, choices in (
             ("augment", ("none", *AUGMENTATIONS)),
+            ("over_length", ("drop", "truncate", "split")),
             ("on_error", ("raise", "skip", "limit")),
             ("on_truncated_shard", ("raise", "skip")),
         ):

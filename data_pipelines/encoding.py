@@ -13,6 +13,7 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, EncodedSample
 from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.config import DataConfig
+from data_pipelines.over_length import is_document, split, truncated
 from data_pipelines.records import Conversation, RecordError, pick_questions
 from data_pipelines.shards import IndexedSample, ShardReader, read_sample
 
@@ -33,16 +34,31 @@ class Skipped:
     fault: bool
 
 
+_TOKEN_BYTES = 80  # id and label: two pointers in lists and two integers
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """An encoded sample with its name and source."""
+    """An encoded sample, or a piece of one, with the sample's name and source.
+
+    Fields:
+        over_length: what was done to make it fit: truncated | split; empty: nothing.
+    """
 
     sample: EncodedSample
     key: str
     source: str
+    over_length: str = ""
 
     def __len__(self) -> int:
         return len(self.sample.input_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about; depends on the sample alone."""
+        images = self.sample.images
+        coords = sum(image.coord.nbytes for image in images if image.coord is not None)
+        return _TOKEN_BYTES * len(self) + coords + sum(image.pixels.nbytes for image in images)
 
 
 def with_pictures(turns: list[Turn], pixels: Callable[[str], Any]) -> list[Turn]:
@@ -86,8 +102,12 @@ class SampleEncoder:
         self.processor = processor
         self._reader = ShardReader()
 
-    def encode(self, epoch: int, index: int) -> Document | Skipped:
-        """The sample with this number, as this epoch sees it."""
+    def encode(self, epoch: int, index: int) -> tuple[Document, ...] | Skipped:
+        """The sample with this number, as this epoch sees it.
+
+        Returns:
+            One document, or the pieces of a split one; each of at most `tokens_per_batch` tokens.
+        """
         indexed = self.samples[index]
         where = f"shard '{indexed.shard}', key '{indexed.key}'"
         try:
@@ -98,16 +118,29 @@ class SampleEncoder:
             sample = self.processor.encode_turns(filled)
         except (RecordError, ImageError) as error:
             return Skipped(error.reason, f"{where}: {error}", fault=True)
-        length, limit = len(sample.input_ids), self.config.tokens_per_batch
-        if length > limit:
+        if sample.num_supervised == 0:
+            return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
+        if len(sample.input_ids) <= self.config.tokens_per_batch:
+            return (Document(sample, indexed.name, conversation.source),)
+        pieces, done = self._shortened(sample, turns)
+        if not pieces:
+            length, limit = len(sample.input_ids), self.config.tokens_per_batch
             return Skipped(
                 "too_long",
                 f"{where}: {length} tokens with its images, data.tokens_per_batch is {limit}",
                 fault=False,
             )
-        if sample.num_supervised == 0:
-            return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
-        return Document(sample, indexed.name, conversation.source)
+        return tuple(Document(piece, indexed.name, conversation.source, done) for piece in pieces)
+
+    def _shortened(self, sample: EncodedSample, turns: list[Turn]) -> tuple[list, str]:
+        """What `over_length` makes of a sample that is too long: pieces, none to drop it."""
+        policy, limit = self.config.over_length, self.config.tokens_per_batch
+        if policy == "truncate":
+            kept = truncated(sample, limit, self.processor)
+            return [] if kept is None else [kept], "truncated"
+        if policy == "split" and is_document(turns):
+            return split(sample, limit, self.processor) or [], "split"
+        return [], ""
 
     def _choose_questions(self, conversation: Conversation, rng: np.random.Generator) -> list[Turn]:
         limit, shuffle = self.config.questions_per_conversation, self.config.shuffle_questions

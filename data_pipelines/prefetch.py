@@ -21,7 +21,7 @@ _SAMPLES_PER_MESSAGE = 16
 
 def encoded_in_order(
     encoder: SampleEncoder, places: Iterable[Place], num_workers: int
-) -> Iterator[tuple[Place, Document | Skipped]]:
+) -> Iterator[tuple[Place, tuple[Document, ...] | Skipped]]:
     """Pairs of place and encoded sample, in the order of `places`."""
     if num_workers == 0:
         for place in places:
@@ -43,7 +43,7 @@ class _Encoded(Dataset):
     def __init__(self, encoder: SampleEncoder) -> None:
         self._encoder = encoder
 
-    def __getitem__(self, place: Place) -> tuple[Place, Document | Skipped]:
+    def __getitem__(self, place: Place) -> tuple[Place, tuple[Document, ...] | Skipped]:
         return place, self._encoder.encode(*place)
 
 
@@ -54,15 +54,21 @@ def _to_arrays(results: list) -> list:
     ]
 
 
-def _with_pixels(result: Document | Skipped, convert: Any) -> Document | Skipped:
+def _with_pixels(
+    result: tuple[Document, ...] | Skipped, convert: Any
+) -> tuple[Document, ...] | Skipped:
     if isinstance(result, Skipped):
         return result
+    return tuple(_converted(document, convert) for document in result)
+
+
+def _converted(document: Document, convert: Any) -> Document:
     images = [
         dataclasses.replace(
             image,
             pixels=convert(image.pixels),
             coord=None if image.coord is None else convert(image.coord),
         )
-        for image in result.sample.images
+        for image in document.sample.images
     ]
-    return dataclasses.replace(result, sample=dataclasses.replace(result.sample, images=images))
+    return dataclasses.replace(document, sample=dataclasses.replace(document.sample, images=images))

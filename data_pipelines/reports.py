@@ -115,9 +115,10 @@ def show(patterns: list[str], key: str | None, processor: Any, console: Console)
     result = SampleEncoder(config, found[:1], processor).encode(0, 0)
     if isinstance(result, Skipped):
         raise UserError(f"{result.message} (reason {result.reason})")
-    console.print(Text(f"{result.key}, source {result.source}", style="bold"))
-    console.print(_colored(processor, result.sample.input_ids, result.sample.labels))
-    sample = result.sample
+    (document,) = result
+    sample = document.sample
+    console.print(Text(f"{document.key}, source {document.source}", style="bold"))
+    console.print(_colored(processor, sample.input_ids, sample.labels))
     grids = " ".join(
         f"{rows}x{columns}" for rows, columns in (image.grid for image in sample.images)
     )

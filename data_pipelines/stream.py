@@ -26,7 +26,7 @@ from data_pipelines.shards import ShardIndex, index_shards
 
 logger = logging.getLogger(__name__)
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
 
 
 class SampleError(UserError):
@@ -38,6 +38,7 @@ class PackedStream:
 
     Attributes:
         skipped: samples that gave no tokens, by reason, since the start (of this process).
+        over_length: samples that were `truncated` or `split` to fit, by that.
         epoch: the epoch of the next sample to be read, from 0.
         documents: documents delivered so far.
     """
@@ -53,6 +54,7 @@ class PackedStream:
         self.config = config
         self.rank, self.world_size = rank, world_size
         self.skipped: Counter[str] = Counter()
+        self.over_length: Counter[str] = Counter()
         self.epoch = 0
         self.documents = 0
         self.num_samples = len(index.samples)
@@ -62,11 +64,11 @@ class PackedStream:
         self._fingerprint = index.fingerprint()
         self._encoder = SampleEncoder(config, index.samples, processor)
         self._position = 0  # within this rank's part of the epoch
-        self._ready: list[tuple[Place, Document]] = []
+        self._ready: list[tuple[Place, int, Document]] = []  # place, number of the piece
         self._epoch_skips: Counter[str] = Counter()
         self._epoch_faults = 0
         self._skips_in_a_row = 0
-        self._source: Iterator[tuple[Place, Document | Skipped]] | None = None
+        self._source: Iterator[tuple[Place, tuple[Document, ...] | Skipped]] | None = None
 
     @property
     def samples_per_epoch(self) -> int:
@@ -85,13 +87,13 @@ class PackedStream:
         """
         chosen = next_pack(
             self._ready,
-            length=lambda entry: len(entry[1]),
+            length=lambda entry: len(entry[2]),
             budget=self.config.tokens_per_batch,
             refill=self._refill,
         )
         if not chosen:
             raise StopIteration
-        documents = [document for _, document in chosen]
+        documents = [document for _, _, document in chosen]
         self.documents += len(documents)
         return PackedBatch.pack(
             [document.sample for document in documents],
@@ -116,7 +118,8 @@ class PackedStream:
                 self._count(result)
             else:
                 self._skips_in_a_row = 0
-                self._ready.append((place, result))
+                self.over_length.update({result[0].over_length} - {""})
+                self._ready += [(place, number, piece) for number, piece in enumerate(result)]
             if self._position == self.samples_per_epoch:
                 self._end_epoch()
 
@@ -175,11 +178,13 @@ class PackedStream:
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
             "fingerprint": self._fingerprint,
+            "split_at": self.config.tokens_per_batch if self.config.over_length == "split" else 0,
             "epoch": self.epoch,
             "position": self._position,
-            "ready": [list(place) for place, _ in self._ready],
+            "ready": [[*place, piece] for place, piece, _ in self._ready],
             "documents": self.documents,
             "skipped": dict(self.skipped),
+            "over_length": dict(self.over_length),
             "epoch_skips": dict(self._epoch_skips),
             "epoch_faults": self._epoch_faults,
             "skips_in_a_row": self._skips_in_a_row,
@@ -199,6 +204,7 @@ class PackedStream:
             ("seed", "set data.seed back, or start a new run"),
             ("shuffle", "set data.shuffle back, or start a new run"),
             ("fingerprint", "the shards have changed: restore them, or start a new run"),
+            ("split_at", "set data.over_length and tokens_per_batch back, or start a new run"),
         ):
             if state.get(name) != own[name]:
                 raise UserError(
@@ -209,16 +215,17 @@ class PackedStream:
         self.epoch, self._position = state["epoch"], state["position"]
         self.documents = state["documents"]
         self.skipped = Counter(state["skipped"])
+        self.over_length = Counter(state["over_length"])
         self._epoch_skips = Counter(state["epoch_skips"])
         self._epoch_faults = state["epoch_faults"]
         self._skips_in_a_row = state["skips_in_a_row"]
         self._ready = []
-        for epoch, number in state["ready"]:
+        for epoch, number, piece in state["ready"]:
             result = self._encoder.encode(epoch, number)
             if isinstance(result, Skipped):  # the file was changed without a change of its size
                 self._count(result)
             else:
-                self._ready.append(((epoch, number), result))
+                self._ready.append(((epoch, number), piece, result[piece]))
 
     def close(self) -> None:
         """Ends the workers and closes the shards; the stream can be used again afterwards."""

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.prompts import IGNORED
 from data_pipelines import DataConfig, PackedBatch, build_stream
-from data_pipelines.packing import next_pack
 from data_pipelines.stream import SampleError
 from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import encoded_image, noise, record, sample, toy_shards
@@ -350,25 +349,6 @@ def test_members_that_are_no_neighbours_are_one_sample(processor, tmp_path):
     (tmp_path / "a.tar").write_bytes(members(*files))
     stream = stream_of(processor, str(tmp_path), epochs=1, on_error="raise")
     assert sorted(key for batch in stream for key in batch.keys) == ["a.tar/a", "a.tar/b"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120), st.integers(1, 12))
-def test_packing_loses_nothing_and_lets_no_item_wait(lengths, budget, lookahead):
-    queue = list(enumerate(lengths))
-    ready: list[tuple[int, int]] = []
-
-    def refill():
-        while queue and len(ready) < lookahead:
-            ready.append(queue.pop(0))
-
-    taken = []
-    while pack := next_pack(ready, lambda item: item[1], budget, refill):
-        assert sum(length for _, length in pack) <= budget
-        oldest = min([pack[0], *ready])
-        assert pack[0] == oldest
-        taken += pack
-    assert sorted(taken) == list(enumerate(lengths))
 
 
 def test_packing_fills_batches(processor, tmp_path):
