@@ -149,10 +149,16 @@ def to_device(contestants: dict[str, Contestant], device: str, dtype: torch.dtyp
 
 
 def cache_need(contestant: Contestant, rows: int, context: int, value: int) -> int:
-    """Bytes of a cache at that context; the peer's steps copy one layer besides."""
+    """Bytes that a run takes at that context.
+
+    Ours: what the cache holds and the quarter more that it reserves. The peer's steps make new
+    tensors of every layer, while the context's wait for the next run, and hold a layer a third time
+    while they copy it.
+    """
     config = contestant.config
     need = cache_bytes(
         config, context, float(contestant.ratio), rows=rows, bytes_per_value=value
     ).total
-    layers = config.num_hidden_layers
-    return need + 2 * need // layers
+    if not contestant.is_peer:
+        return need + need // 4
+    return 2 * need + need // config.num_hidden_layers

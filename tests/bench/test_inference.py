@@ -23,7 +23,7 @@ from bench.inference_models import (
     plain_config,
     variant_config,
 )
-from bench.inference_runs import Decoding, concepts_at
+from bench.inference_runs import Decoding, cache_need, concepts_at
 from bench.timing import Clock, alternate
 from conceptmoe_vl.cache import KeyValueStore
 from conceptmoe_vl.flops import count_parameters, forward_flops
@@ -118,6 +118,24 @@ def test_a_filled_cache_holds_what_is_said(contestants, name):
         assert decoding.cache.token_lengths == (102,) * 3
         grown = decoding.cache.concept_lengths
         assert grown == (concepts_at(96, contestant.ratio) + 6 / contestant.ratio,) * 3
+
+
+def test_memory_that_a_run_needs(contestants):
+    """What is counted beforehand holds what the run's tensors really take."""
+    rows, context, steps = 2, 1200, 6
+    for name, contestant in contestants.items():
+        run = Decoding(contestant, rows, context, steps)
+        run()
+        cache = run.cache
+        if run.is_peer:
+            tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+            tensors += [t for held in run.held for t in held]
+        else:
+            stores = [*cache.encoder, *cache.concept, *cache.decoder]
+            tensors = [t for store in stores for t in (store.keys, store.values)]
+        taken = sum(t.numel() * t.element_size() for t in tensors)
+        need = cache_need(contestant, rows, context + steps, 4)
+        assert 0.9 * need <= taken <= 1.02 * need, name
 
 
 def test_alternation(monkeypatch):
