@@ -21,7 +21,7 @@ from conceptmoe_vl.flops import (
 )
 from conceptmoe_vl.memory import activation_bytes, cache_bytes
 
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _from_json(path: Path) -> ConceptMoEVLConfig:
 
 def figures(config: ConceptMoEVLConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command prints, as plain values."""
-    size = _VALUE_BYTES[arguments.dtype]
+    size = VALUE_BYTES[arguments.dtype]
     tokens, ratio = arguments.tokens, arguments.ratio
     parameters = count_parameters(config)
     flops = forward_flops(config, tokens, ratio, images=arguments.images)
@@ -188,13 +188,9 @@ def print_figures(arguments: argparse.Namespace) -> int:
 
 def short(value: float) -> str:
     """`1.23 G` and the like, three digits."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return (
-                f"{value / size:.3g} {unit}"
-                if value < 1000 * size
-                else f"{value / size:.4g} {unit}"
-            )
+            return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
 
 
