@@ -296,8 +296,8 @@ class VisionConfig:
         pretrained: load timm's pretrained weights.
         image_size: pixels of the square that fixed and tiled images are resized to.
         size_policy: fixed | tiles (several squares and a thumbnail) | native (own aspect, NaFlex).
-        max_patches: patches an image may have under `native`; tiles an image may have under `tiles`
-            times the patches of one tile.
+        max_patches: patches an image may have under `native`.
+        max_tiles: squares an image may have under `tiles`, beside the thumbnail.
         select_layer: block whose output is taken; -1 is the last one with the final norm, -2 the
             one before.
         projector: linear | mlp (two layers with GELU).
@@ -312,6 +312,7 @@ class VisionConfig:
     image_size: int = 224
     size_policy: str = "fixed"
     max_patches: int = 1024
+    max_tiles: int = 6
     select_layer: int = -1
     projector: str = "mlp"
     downsample: int = 1
@@ -322,7 +323,7 @@ class VisionConfig:
     def __post_init__(self) -> None:
         _require_choice("vision", "size_policy", self.size_policy, ("fixed", "tiles", "native"))
         _require_choice("vision", "projector", self.projector, ("linear", "mlp"))
-        for name in ("image_size", "max_patches", "downsample"):
+        for name in ("image_size", "max_patches", "max_tiles", "downsample"):
             value = getattr(self, name)
             _require(
                 isinstance(value, int) and value > 0,

@@ -120,7 +120,7 @@ def show(patterns: list[str], key: str | None, processor: Any, console: Console)
     console.print(Text(f"{document.key}, source {document.source}", style="bold"))
     console.print(_colored(processor, sample.input_ids, sample.labels))
     grids = " ".join(
-        f"{rows}x{columns}" for rows, columns in (image.grid for image in sample.images)
+        f"{rows}x{columns}" for image in sample.images for rows, columns in image.planes
     )
     console.print(
         f"{len(sample.input_ids)} tokens, {sample.num_supervised} supervised, "

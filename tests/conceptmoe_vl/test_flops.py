@@ -25,6 +25,7 @@ from tests.flop_counting import flops_of
 from tests.tiny import (
     NATIVE_VISION,
     PLAIN_VISION,
+    TILES_VISION,
     make_document,
     packed,
     randomize,
@@ -93,7 +94,9 @@ def configurations(draw, with_vision: bool = True):
         "moe_intermediate_size": draw(st.sampled_from([8, 24])),
         "tie_word_embeddings": draw(st.booleans()),
     }
-    kinds = [None, PLAIN_VISION, NATIVE_VISION, CONVOLUTIONAL] if with_vision else [None]
+    kinds = (
+        [None, PLAIN_VISION, TILES_VISION, NATIVE_VISION, CONVOLUTIONAL] if with_vision else [None]
+    )
     vision = draw(st.sampled_from(kinds))
     if vision is not None:
         vision = {**vision, "projector": draw(st.sampled_from(["linear", "mlp"]))}
@@ -140,10 +143,10 @@ def test_forward_flops_are_the_counters(config, tokens):
     assert total(forward_flops(config, tokens, concepts=concepts)) == counted
 
 
-@pytest.mark.parametrize("vision", [PLAIN_VISION, NATIVE_VISION, CONVOLUTIONAL])
+@pytest.mark.parametrize("vision", [PLAIN_VISION, TILES_VISION, NATIVE_VISION, CONVOLUTIONAL])
 @pytest.mark.parametrize("projector", ["linear", "mlp"])
 def test_flops_of_images(vision, projector):
-    """The tower's and the projector's share, for square, native and downsampled images."""
+    """The tower's and the projector's share, for square, tiled, native and downsampled images."""
     config = tiny_config(vision={**vision, "projector": projector})
     model = ConceptMoEVLForConditionalGeneration(config)
     native = config.vision.size_policy == "native"
@@ -156,11 +159,13 @@ def test_flops_of_images(vision, projector):
     else:
         size = config.vision.image_size
         side = size // model.vision.patch_size // config.vision.downsample
-        pixels = (torch.randn(1, 3, size, size), [[side, side]])
+        tiles = config.vision.size_policy == "tiles"
+        grids = [[side, side], [2 * side, 2 * side]] if tiles else [[side, side]]
+        pixels = (torch.randn(5 if tiles else 1, 3, size, size), grids)
     counted = flops_of(lambda: model.projector(model.vision(*pixels)))
     flops = forward_flops(config, 64, images=1)
     assert total({"v": flops["vision"], "p": flops["projector"]}) == counted
-    doubled = forward_flops(config, 64, images=2)
+    doubled = forward_flops(config, 128, images=2)
     assert doubled["vision"].total == 2 * flops["vision"].total
 
 

@@ -92,6 +92,34 @@ def test_native_grids_of_different_shape(neighborhood):
     compare_forward(model, documents, native=True)
 
 
+@pytest.mark.parametrize("mode", ["sequential", "grid"])
+def test_pictures_in_tiles(mode):
+    """Thumbnail and picture are two planes: regions cross the tiles' borders, never the planes'."""
+    model = tiny_model(vision="tiles", image_mode=mode)
+    parts = ([2, ("tiles", 1, 3), "image", 3], [("tiles", 2, 2), ("tiles", 2, 1)])
+    compare_forward(model, [make_document(p, seed) for seed, p in enumerate(parts)])
+
+
+@pytest.mark.parametrize("downsample", [1, 3])
+def test_tokens_of_tiles_stand_in_the_raster_order_of_the_picture(downsample):
+    from tests.tiny import TILES_VISION
+
+    vision = {**TILES_VISION, "image_size": 48, "downsample": downsample}
+    model, side = tiny_model(vision=vision), 6 // downsample
+    squares = torch.randn(8, 3, 48, 48)
+    grids = [[side, side], [2 * side, 3 * side], [side, side]]
+    with torch.no_grad():
+        tokens = model.vision(squares, grids)
+        alone = [model.vision(square[None], [[side, side]]) for square in squares]
+    torch.testing.assert_close(tokens[: side**2], alone[0])
+    torch.testing.assert_close(tokens[-(side**2) :], alone[7])
+    plane = tokens[side**2 : -(side**2)].view(2 * side, 3 * side, -1)
+    for row in range(2 * side):
+        for column in range(3 * side):
+            tile = alone[1 + (row // side) * 3 + column // side].view(side, side, -1)
+            torch.testing.assert_close(plane[row, column], tile[row % side, column % side])
+
+
 @pytest.mark.parametrize("cut", [2, 4])
 def test_downsampled_image_tokens_are_squares_of_patches(cut):
     """A token of downsample n is the n x n square of patches at its place, rows first."""
