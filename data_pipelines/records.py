@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from typing import Any
@@ -178,6 +179,21 @@ def _check_independent(turns: list[Turn]) -> None:
             "'independent_turns' needs all images in the first question and an answer to each",
             "independent_turns",
         )
+
+
+def content_hash(turns: list[Turn], encoded: dict[str, bytes]) -> bytes:
+    """16 bytes that two samples share if their roles, texts and encoded images are equal."""
+    hashed = hashlib.sha256()
+    for turn in turns:
+        parts = [
+            ("image", hashlib.sha256(encoded[part.image]).hexdigest())
+            if isinstance(part, Picture)
+            else ("text", part)
+            for part in turn.parts
+            if part != ""
+        ]
+        hashed.update(repr((turn.role, parts)).encode("utf-8", "backslashreplace"))
+    return hashed.digest()[:16]
 
 
 def pick_questions(conversation: Conversation, order: list[int]) -> list[Turn]:

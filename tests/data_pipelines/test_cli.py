@@ -15,8 +15,8 @@ from tests.data_pipelines.conftest import failure, toy_shards
 def test_easy_vqa_is_built_whole(tmp_path, capsys):
     package = pytest.importorskip("easy_vqa")
     out = tmp_path / "easy_vqa"
-    assert main(["build", "easy_vqa", str(out), "--samples-per-shard", "1500"]) == 0
-    assert "4,000 samples, 38,575 questions, 3 shards" in capsys.readouterr().out
+    assert main(["build", "easy_vqa", str(out), "--shard-size", "1500"]) == 0
+    assert "4,000 samples, 4,000 images, 38,575 questions, 3 shards" in capsys.readouterr().out
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["splits"]["test"]["questions"] == 9673
     for split, questions, paths in (
@@ -45,7 +45,7 @@ def test_unknown_sources_and_missing_shards(tmp_path, capsys):
     for command in ("inspect", "stats", "show"):
         assert "no file matches" in failure(capsys, command, str(tmp_path / "none.tar"))
     with pytest.raises(SystemExit) as caught:
-        main(["build", "easy_vqa", str(tmp_path / "x"), "--samples-per-shard", "0"])
+        main(["build", "easy_vqa", str(tmp_path / "x"), "--shard-size", "0"])
     assert caught.value.code == 2
 
 
