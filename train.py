@@ -16,6 +16,7 @@ conceptmoe_vl_runtime.setup()
 
 # ruff: noqa: E402  (the lines above must run before torch is imported)
 import argparse
+import functools
 import itertools
 import signal
 import sys
@@ -28,7 +29,7 @@ from conceptmoe_vl.training import RunConfig, Trainer, World, distributed, load_
 from conceptmoe_vl.training.build import build_model, prepare_processor, require_same_model
 from data_pipelines.config import DataConfig
 from data_pipelines.shards import iter_texts
-from data_pipelines.stream import build_stream
+from data_pipelines.stream import PackedStream, build_stream
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -46,15 +47,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def held_out_batches(
     config: RunConfig, processor: Any, world: World
 ) -> Callable[[], Iterator[Any]] | None:
-    """Makes fresh held-out batches of this rank, in a fixed order and without augmentation."""
+    """Makes the held-out batches of this rank, in a fixed order and without augmentation."""
     if config.evaluation.data is None:
         return None
     plain = {"shuffle": False, "augment": "none", "num_workers": 0, "epochs": None}
-    settings = DataConfig.from_mapping({**config.data, **plain, **config.evaluation.data})
+    given, training = config.evaluation.data, dict(config.data)
+    if "shards" in given or "sources" in given:  # in place of those of training
+        training = {key: training[key] for key in training.keys() - {"shards", "sources"}}
+    settings = DataConfig.from_mapping({**training, **plain, **given})
+
+    @functools.cache
+    def opened() -> tuple[PackedStream, dict[str, Any]]:
+        stream = build_stream(settings, processor, world.rank, world.size)
+        return stream, stream.state_dict()
 
     def batches() -> Iterator[Any]:
-        stream = build_stream(settings, processor, world.rank, world.size)
-        return itertools.islice(iter(stream), config.evaluation.batches)
+        stream, start = opened()
+        stream.load_state_dict(start)
+        return itertools.islice(stream, config.evaluation.batches)
 
     return batches
 
@@ -63,7 +73,7 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
     """Processor, model, stream and trainer of a run; resumes it if it has a checkpoint."""
     require_same_model(config)
     data = DataConfig.from_mapping(config.data)
-    processor = prepare_processor(config, world, lambda limit: iter_texts(data.shards, limit))
+    processor = prepare_processor(config, world, lambda limit: iter_texts(data.all_shards, limit))
     model = build_model(config, processor)
     stream = build_stream(data, processor, world.rank, world.size)
     trainer = Trainer(

@@ -66,18 +66,22 @@ def auxiliary_losses(
     layout: PackedLayout,
     routers: list[RouterStatistics],
     across_ranks: bool,
+    filler: bool = False,
 ) -> AuxiliaryLosses:
     """All losses that need statistics, with one collective for the lot.
 
     Args:
         chunk: the `chunk` section. boundaries: p and b. image_T: `[T]` bool. layout: documents.
         routers: statistics of every executed MoE layer. across_ranks: sum over data-parallel ranks.
+        filler: leaves this rank's tokens out of every sum; their gradient is zero.
     """
     parts = [_ratio_sums(chunk, boundaries, image_T, layout)]
     for router in routers:
         scalars = torch.stack((router.z.double(), router.z.new_tensor(router.tokens).double()))
         parts += [router.slots_E.double(), router.probability_E.double(), scalars]
     sums = torch.cat(parts)
+    if filler:
+        sums = sums * 0.0
     if across_ranks:
         sums = sum_over_ranks(sums)
     parts = list(sums.split([part.numel() for part in parts]))

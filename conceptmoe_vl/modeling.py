@@ -162,6 +162,7 @@ class ConceptMoEVLForConditionalGeneration(
         logits_to_keep: int = 0,
         return_logits: bool | None = None,
         compression: float | None = None,
+        filler: bool = False,
         **unused: Any,
     ) -> ConceptMoEVLOutput:
         """Runs the model on padded or packed inputs.
@@ -182,6 +183,8 @@ class ConceptMoEVLForConditionalGeneration(
             return_logits: whether logits are made; None: unless training with labels.
             compression: wanted tokens per concept of this call; None: what the model was trained
                 for.
+            filler: the batch only keeps this rank in step with others: it enters no statistic of
+                the auxiliary losses. It has no labels to supervise.
 
         Raises:
             ValueError: shapes or images do not fit, with both numbers and the remedy; or the
@@ -207,7 +210,9 @@ class ConceptMoEVLForConditionalGeneration(
         states = self.language_model(x_TD, packed.layout, kinds, cache, compression, statistics)
         output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
         if statistics:
-            self._add_losses(output, states, packed, kinds.image_T, labels, num_items_in_batch)
+            self._add_losses(
+                output, states, packed, kinds.image_T, labels, num_items_in_batch, filler
+            )
         wanted = (
             return_logits
             if return_logits is not None
@@ -277,12 +282,13 @@ class ConceptMoEVLForConditionalGeneration(
         image_T: Tensor,
         labels: Tensor | None,
         num_items_in_batch: Tensor | float | None,
+        filler: bool,
     ) -> None:
         """Fills in every loss and the statistics; the total only with labels."""
         text, chunk = self.config.text, self.config.chunk
         routers = [statistics for stage in states.routers.values() for statistics in stage]
         losses = auxiliary_losses(
-            chunk, states.boundaries, image_T, packed.layout, routers, across_ranks=self.training
+            chunk, states.boundaries, image_T, packed.layout, routers, self.training, filler
         )
         assert output.chunks is not None
         output.chunks.ratio = losses.tokens_per_concept

@@ -22,6 +22,8 @@ class PackedBatch:
             (see `collate_images`); None without pictures.
         keys: of the documents, `shard/key`.
         sources: of the documents, by name.
+        is_filler: the batch only keeps this process in step with others that have more data: it
+            enters no loss, gradient, statistic or count.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +35,7 @@ class PackedBatch:
     image_grid_hw: torch.Tensor | None = None
     patch_coord: torch.Tensor | None = None
     patch_valid: torch.Tensor | None = None
+    is_filler: bool = False
 
     @classmethod
     def pack(cls, samples: list[EncodedSample], keys: list[str], sources: list[str]) -> PackedBatch:
@@ -51,8 +54,28 @@ class PackedBatch:
             **collate_images([image for sample in samples for image in sample.images]),
         )
 
-    def model_inputs(self) -> dict[str, torch.Tensor]:
+    @classmethod
+    def filler(cls, token_id: int) -> PackedBatch:
+        """The smallest batch that a model can run: two tokens of text, none supervised.
+
+        Args:
+            token_id: a token that is no picture's placeholder.
+        """
+        return cls(
+            input_ids=torch.full((2,), token_id, dtype=torch.int64),
+            labels=torch.full((2,), IGNORED, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+            keys=[],
+            sources=[],
+            is_filler=True,
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the model's forward; absent ones are left out."""
+        inputs: dict[str, Any] = dict(self._tensors())
+        return {**inputs, "filler": True} if self.is_filler else inputs
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -82,6 +105,6 @@ class PackedBatch:
         """The same batch with its tensors on `device`."""
         moved = {
             name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.model_inputs().items()
+            for name, tensor in self._tensors().items()
         }
         return dataclasses.replace(self, **moved)

@@ -9,6 +9,7 @@ from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.images import MAX_PIXELS
 from data_pipelines.augment import AUGMENTATIONS
+from data_pipelines.mixing import SourceConfig, all_text, parse_sources
 
 
 @dataclasses.dataclass
@@ -17,13 +18,18 @@ class DataConfig:
 
     Fields:
         shards: local tar files: paths, glob patterns or brace ranges (`train-{000..003}.tar`).
+        sources: instead of `shards`: named data sets, a list of mappings with `name`, `shards` and
+            perhaps `weight` (see `mixing.SourceConfig`). Without weights they are one epoch
+            together; with weights they are mixed without end.
+        held_out: share of the samples, by a hash of their keys, that training does not see.
+        split: train | held_out: which side of `held_out` to deliver.
         tokens_per_batch: most tokens of a packed batch (one process, one micro-batch).
         over_length: what a longer sample does: drop | truncate (text is cut at the end) | split (a
             document gives several; a conversation is dropped).
         shuffle: a new random order each epoch; False keeps the shards' order.
         seed: of the order, the choice of questions and the augmentation.
         epochs: passes over the data after which the stream ends; None: endless.
-        max_samples: samples used, the first ones of the shards; None: all.
+        max_samples: samples used, the first ones of the shards, of each weighted source; None: all.
         questions_per_conversation: most questions of a record with `independent_turns`, chosen
             anew each epoch; None: all.
         shuffle_questions: a new order of such a record's questions each epoch.
@@ -32,6 +38,8 @@ class DataConfig:
             frame; only for questions that stay true under them).
         max_shift: pixels that either moves a picture at most, along each axis.
         pack_lookahead: samples held ready to fill a batch's rest.
+        pack_lookahead_bytes: encoded bytes of them, pixels above all, after which no more are taken
+            (one is, however large).
         on_error: what a damaged sample does: raise | skip | limit (skip up to a limit).
         max_skips: damaged samples per epoch and process that `limit` allows; None: by share.
         max_skip_share: the same as a share of the process's samples, 0 to 1.
@@ -41,6 +49,9 @@ class DataConfig:
     """
 
     shards: Any = dataclasses.field(default_factory=list)
+    sources: Any = None
+    held_out: float = 0.0
+    split: str = "train"
     tokens_per_batch: int = 4096
     over_length: str = "drop"
     shuffle: bool = True
@@ -52,6 +63,7 @@ class DataConfig:
     augment: str = "none"
     max_shift: int = 8
     pack_lookahead: int = 64
+    pack_lookahead_bytes: int = 2**28
     on_error: str = "limit"
     max_skips: int | None = None
     max_skip_share: float = 0.05
@@ -62,9 +74,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if isinstance(self.shards, str):
             self.shards = [self.shards]
-        if not self.shards or not all(isinstance(pattern, str) for pattern in self.shards):
-            raise UserError(f"data.shards is {self.shards!r}; name tar files or patterns of them")
+        self._check_sources()
         for name, choices in (
+            ("split", ("train", "held_out")),
             ("augment", ("none", *AUGMENTATIONS)),
             ("over_length", ("drop", "truncate", "split")),
             ("on_error", ("raise", "skip", "limit")),
@@ -78,10 +90,42 @@ class DataConfig:
             *(("tokens_per_batch", 2), ("seed", 0), ("epochs", 1), ("max_samples", 1)),
             *(("questions_per_conversation", 1), ("max_shift", 0), ("pack_lookahead", 1)),
             *(("max_skips", 0), ("num_workers", 0), ("max_image_pixels", 1)),
+            ("pack_lookahead_bytes", 1),
         ):
             self._check_integer(name, least)
         if not 0 <= self.max_skip_share <= 1:
             raise UserError(f"data.max_skip_share is {self.max_skip_share}; give 0 to 1")
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"data.held_out is {self.held_out}; give a share from 0 to below 1")
+        if self.split == "held_out" and not self.held_out:
+            raise UserError("data.split is held_out, but data.held_out is 0; give it a share")
+
+    def _check_sources(self) -> None:
+        """`sources` as mappings, checked; `shards` and they exclude each other."""
+        if self.sources is None:
+            if not self.shards or not all_text(self.shards):
+                raise UserError(
+                    f"data.shards is {self.shards!r}; name tar files or patterns of them"
+                )
+            return
+        if self.shards:
+            raise UserError("data.shards and data.sources exclude each other; remove one of them")
+        if self.source_configs[0].weight is not None and self.epochs is not None:
+            raise UserError(
+                f"data.epochs is {self.epochs}, but sources with weights are mixed without end; "
+                "remove the weights to go through all sources equally often, or remove epochs and "
+                "end the run by training.max_steps"
+            )
+
+    @property
+    def source_configs(self) -> list[SourceConfig]:
+        """The sources by name; of `shards` alone none."""
+        return [] if self.sources is None else parse_sources(self.sources)
+
+    @property
+    def all_shards(self) -> list[str]:
+        """Patterns of all sources."""
+        return [*self.shards, *(part for each in self.source_configs for part in each.shards)]
 
     def _check_integer(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -1,9 +1,9 @@
-"""One sample of a shard to tokens and pixels; a pure function of seed, epoch and sample."""
+"""One sample of a source to tokens and pixels; a pure function of seed, epoch and sample."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.config import DataConfig
 from data_pipelines.over_length import is_document, split, truncated
 from data_pipelines.records import Conversation, RecordError, pick_questions
+from data_pipelines.sampling import Place, RawSample, generator, is_held_out
 from data_pipelines.shards import IndexedSample, ShardReader, read_sample
 
 
@@ -87,41 +88,65 @@ class SampleEncoder:
     """Reads, decodes, augments and tokenises samples.
 
     Args:
-        samples: all samples of the data set.
+        samples: of each source, those that are read by offset.
+        names: of each source, the data set's name by shard (see `sampling.Source`).
         processor: the model's processor; its background and size policy are used.
     """
 
     def __init__(
         self,
         config: DataConfig,
-        samples: Sequence[IndexedSample],
+        samples: Sequence[Sequence[IndexedSample] | None],
+        names: Sequence[Mapping[str, str]],
         processor: ConceptMoEVLProcessor,
     ) -> None:
         self.config = config
-        self.samples = samples
+        self.samples, self.names = samples, names
         self.processor = processor
         self._reader = ShardReader()
 
-    def encode(self, epoch: int, index: int) -> tuple[Document, ...] | Skipped:
-        """The sample with this number, as this epoch sees it.
+    def encode(self, place: Place) -> tuple[Document, ...] | Skipped:
+        """The sample at this place, as its epoch sees it.
 
         Returns:
             One document, or the pieces of a split one; each of at most `tokens_per_batch` tokens.
+            None of them where the sample is of the other split.
         """
-        indexed = self.samples[index]
-        where = f"shard '{indexed.shard}', key '{indexed.key}'"
+        found, reader = self._find(place)
+        config = self.config
+        held_out = config.held_out > 0 and is_held_out(found.key, config.held_out)
+        if held_out != (config.split == "held_out"):
+            return ()
+        where = f"shard '{found.shard}', key '{found.key}'"
         try:
-            conversation = read_sample(self._reader, indexed)
-            rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch, index]))
+            conversation = read_sample(reader, found)
+            rng = generator(config.seed, place.epoch, place.number, source=place.source)
             turns = self._choose_questions(conversation, rng)
-            filled = with_pictures(turns, lambda member: self._pixels(indexed, member, rng))
+            filled = with_pictures(
+                turns, lambda member: self._pixels(reader.read(found, member), member, rng)
+            )
             sample = self.processor.encode_turns(filled)
         except (RecordError, ImageError) as error:
             return Skipped(error.reason, f"{where}: {error}", fault=True)
+        source = self.names[place.source].get(found.shard, conversation.source)
+        return self._documents(sample, turns, where, found.name, source)
+
+    def _find(self, place: Place) -> tuple[Any, Any]:
+        """A sample and what reads its members: by offset, or those that came with the place."""
+        if place.raw is not None:
+            return place.raw, _RawReader()
+        samples = self.samples[place.source]
+        assert samples is not None
+        return samples[place.number], self._reader
+
+    def _documents(
+        self, sample: EncodedSample, turns: list[Turn], where: str, key: str, source: str
+    ) -> tuple[Document, ...] | Skipped:
+        """A sample that fits, or what `over_length` makes of it."""
         if sample.num_supervised == 0:
             return Skipped("no_supervised", f"{where}: no supervised token", fault=False)
         if len(sample.input_ids) <= self.config.tokens_per_batch:
-            return (Document(sample, indexed.name, conversation.source),)
+            return (Document(sample, key, source),)
         pieces, done = self._shortened(sample, turns)
         if not pieces:
             length, limit = len(sample.input_ids), self.config.tokens_per_batch
@@ -130,7 +155,7 @@ class SampleEncoder:
                 f"{where}: {length} tokens with its images, data.tokens_per_batch is {limit}",
                 fault=False,
             )
-        return tuple(Document(piece, indexed.name, conversation.source, done) for piece in pieces)
+        return tuple(Document(piece, key, source, done) for piece in pieces)
 
     def _shortened(self, sample: EncodedSample, turns: list[Turn]) -> tuple[list, str]:
         """What `over_length` makes of a sample that is too long: pieces, none to drop it."""
@@ -153,9 +178,8 @@ class SampleEncoder:
         order = rng.permutation(questions)[:kept].tolist()
         return pick_questions(conversation, order if shuffle else sorted(order))
 
-    def _pixels(self, indexed: IndexedSample, member: str, rng: np.random.Generator) -> Any:
+    def _pixels(self, data: bytes, member: str, rng: np.random.Generator) -> Any:
         background = self.processor.image_processor.background
-        data = self._reader.read(indexed, member)
         image = decode_image(data, background, self.config.max_image_pixels, name=member)
         array = np.asarray(image)
         if self.config.augment != "none":
@@ -164,3 +188,19 @@ class SampleEncoder:
 
     def close(self) -> None:
         self._reader.close()
+
+
+class _RawReader:
+    """Reads the members of samples whose files are at hand, as `ShardReader` those of shards."""
+
+    def read(self, sample: RawSample, name: str) -> bytes:
+        """A member's bytes.
+
+        Raises:
+            RecordError: the sample has no such member, or could not be read.
+        """
+        if sample.reason:
+            raise RecordError(sample.reason, sample.message, name)
+        if name not in sample.members:
+            raise RecordError("missing_field", f"the member '{name}' is missing", name)
+        return sample.members[name]

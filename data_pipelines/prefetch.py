@@ -14,18 +14,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipelines.encoding import Document, SampleEncoder, Skipped
-from data_pipelines.order import Place
+from data_pipelines.sampling import Place
+
+Encoded = tuple[Document, ...] | Skipped
 
 _SAMPLES_PER_MESSAGE = 16
 
 
 def encoded_in_order(
     encoder: SampleEncoder, places: Iterable[Place], num_workers: int
-) -> Iterator[tuple[Place, tuple[Document, ...] | Skipped]]:
-    """Pairs of place and encoded sample, in the order of `places`."""
+) -> Iterator[Encoded]:
+    """The encoded samples of `places`, in their order."""
     if num_workers == 0:
         for place in places:
-            yield place, encoder.encode(*place)
+            yield encoder.encode(place)
         return
     loader = DataLoader(
         _Encoded(encoder),
@@ -35,28 +37,24 @@ def encoded_in_order(
         collate_fn=_to_arrays,
     )
     for message in loader:
-        for place, result in message:
-            yield place, _with_pixels(result, torch.from_numpy)
+        for result in message:
+            yield _with_pixels(result, torch.from_numpy)
 
 
 class _Encoded(Dataset):
     def __init__(self, encoder: SampleEncoder) -> None:
         self._encoder = encoder
 
-    def __getitem__(self, place: Place) -> tuple[Place, tuple[Document, ...] | Skipped]:
-        return place, self._encoder.encode(*place)
+    def __getitem__(self, place: Place) -> Encoded:
+        return self._encoder.encode(place)
 
 
-def _to_arrays(results: list) -> list:
+def _to_arrays(results: list[Encoded]) -> list[Encoded]:
     """Arrays travel inside the message; each tensor would need a file descriptor of its own."""
-    return [
-        (place, _with_pixels(result, lambda tensor: tensor.numpy())) for place, result in results
-    ]
+    return [_with_pixels(result, lambda tensor: tensor.numpy()) for result in results]
 
 
-def _with_pixels(
-    result: tuple[Document, ...] | Skipped, convert: Any
-) -> tuple[Document, ...] | Skipped:
+def _with_pixels(result: Encoded, convert: Any) -> Encoded:
     if isinstance(result, Skipped):
         return result
     return tuple(_converted(document, convert) for document in result)

@@ -16,6 +16,7 @@ from conceptmoe_vl.prompts import Picture
 from data_pipelines.config import DataConfig
 from data_pipelines.encoding import SampleEncoder, Skipped
 from data_pipelines.records import Conversation, RecordError
+from data_pipelines.sampling import Place
 from data_pipelines.shards import IndexedSample, ShardIndex, ShardReader, index_shards, read_sample
 
 _SHOWN_CHARACTERS = 60
@@ -112,7 +113,7 @@ def show(patterns: list[str], key: str | None, processor: Any, console: Console)
     if not found:
         raise UserError(f"no sample has the key '{key}'; `inspect` lists the keys")
     config = DataConfig(shards=patterns, tokens_per_batch=2**31)
-    result = SampleEncoder(config, found[:1], processor).encode(0, 0)
+    result = SampleEncoder(config, [found[:1]], [{}], processor).encode(Place(0, 0, 0))
     if isinstance(result, Skipped):
         raise UserError(f"{result.message} (reason {result.reason})")
     (document,) = result

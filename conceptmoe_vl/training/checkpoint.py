@@ -110,10 +110,27 @@ def load_checkpoint(
         error = found
     raise_together(error)
     engine.load(path / "engine")
-    state = torch.load(path / f"rank-{world.rank}.pt", map_location="cpu", weights_only=True)
-    stream.load_state_dict(state["stream"])
-    set_random_state(state["random"], world.device)
+    stream.load_state_dict(stream_state(path, manifest["world_size"], world))
+    set_random_state(_rank_state(path, world.rank)["random"], world.device)
     return manifest["counters"]
+
+
+def stream_state(path: Path, written_by: int, world: World) -> Any:
+    """What the stream of this rank continues from.
+
+    Args:
+        written_by: number of ranks that wrote the checkpoint.
+
+    Returns:
+        The rank's own state, or with another number of ranks a list of the states of all.
+    """
+    if written_by == world.size:
+        return _rank_state(path, world.rank)["stream"]
+    return [_rank_state(path, rank)["stream"] for rank in range(written_by)]
+
+
+def _rank_state(path: Path, rank: int) -> dict[str, Any]:
+    return torch.load(path / f"rank-{rank}.pt", map_location="cpu", weights_only=True)
 
 
 def _check_shape(manifest: dict, present: dict, path: Path) -> None:

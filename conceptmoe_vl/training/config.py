@@ -200,8 +200,8 @@ class EvaluationSection:
     """Loss on held-out data during training; the training stream's state is not touched.
 
     Fields:
-        data: fields of the data section that differ for the held-out data (at least `shards`);
-            None: none.
+        data: fields of the data section that differ for the held-out data (at least `shards`,
+            `sources` or `split`); None: none.
         every: optimiser steps between two evaluations; 0 evaluates at the end of the run alone.
         batches: packed batches of each process in one evaluation.
     """

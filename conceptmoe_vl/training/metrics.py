@@ -53,11 +53,11 @@ class StepStatistics:
 
     def add(self, batch: Any, out: Any) -> None:
         """Takes one micro-batch and the model's output for it (`loss` before any division by
-        their number).
+        their number). Of a filler batch only what all ranks have in common counts.
         """
         self._losses.append([_float(getattr(out, name, None)) for name in _LOSSES])
         chunks = getattr(out, "chunks", None)
-        if chunks is not None:
+        if chunks is not None and not batch.is_filler:
             self._counts.append(self._count_chunks(batch.input_ids, chunks))
         if not self._detailed:
             return
@@ -120,21 +120,26 @@ class StepStatistics:
         result.update(_chunk_metrics(dict(zip(_COUNTS, packed[len(_LOSSES) :], strict=True))))
         return result
 
-    def reduce_details(self, skipped: dict[str, int]) -> dict[str, Any]:
-        """Losses by source and modality, experts' load, and skipped samples over all ranks.
-        Collective.
+    def reduce_details(
+        self, skipped: dict[str, int], delivered: dict[str, dict[str, int]]
+    ) -> dict[str, Any]:
+        """Losses by source and modality, experts' load, skipped samples by reason, and samples,
+        tokens and images delivered by source, over all ranks. Collective.
         """
         load = {stage: torch.stack(values).mean(0).tolist() for stage, values in self._load.items()}
         totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         skips: collections.Counter[str] = collections.Counter()
+        counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         loads: dict[str, list] = collections.defaultdict(list)
-        for by_group, rank_skips, rank_load in gather_objects(
-            (dict(self._by_group), dict(skipped), load)
+        for by_group, rank_skips, rank_delivered, rank_load in gather_objects(
+            (dict(self._by_group), dict(skipped), delivered, load)
         ):
             for group, (total, count) in by_group.items():
                 totals[group][0] += total
                 totals[group][1] += count
             skips.update(rank_skips)
+            for source, numbers in rank_delivered.items():
+                counts[source].update(numbers)
             for stage, values in rank_load.items():
                 loads[stage].append(values)
         means = {group: total / count for group, (total, count) in sorted(totals.items()) if count}
@@ -148,6 +153,7 @@ class StepStatistics:
             },
             "expert_load": {stage: _load_extremes(values) for stage, values in loads.items()},
             "skipped": dict(sorted(skips.items())),
+            "delivered_by_source": {source: dict(counts[source]) for source in sorted(counts)},
         }
         if self._by_target:  # the model has summed it over ranks; of the last micro-batch
             details["ratio_by_target"] = {

@@ -40,8 +40,8 @@ class Trainer:
 
     Args:
         model: `ConceptMoEVLForConditionalGeneration`, or a module that takes the same arguments.
-        stream: iterator over packed batches of this rank, with `state_dict`, `load_state_dict` and
-            `skipped` (counts by reason).
+        stream: iterator over packed batches of this rank, with `state_dict`, `load_state_dict`,
+            `skipped` (counts by reason), `delivered` (counts by source) and `filler()`.
         config: the `training` section.
         run_dir: folder of the run.
         world: from `distributed.start`.
@@ -112,8 +112,8 @@ class Trainer:
         """One optimiser step. Collective.
 
         Returns:
-            The metrics of the step, the same on every rank; None when the stream of any rank has
-            ended (then no rank takes the step: its incomplete window of micro-batches is dropped).
+            The metrics of the step, the same on every rank; None when the streams of all ranks have
+            ended. A rank whose stream has ended before others' takes part with filler batches.
 
         Raises:
             UserError: the loss or gradient was not finite `max_nonfinite_steps` times in a row.
@@ -121,8 +121,8 @@ class Trainer:
         started = time.perf_counter()
         batches = self._fetch()
         waited = time.perf_counter() - started
-        supervised = self._count(batches)
-        if supervised is None:
+        supervised, used = self._count(batches)
+        if not used:
             return None
         rates = self._set_learning_rates()
         is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
@@ -130,12 +130,14 @@ class Trainer:
             is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
         )
         statistics = StepStatistics(self._image_token_id, detailed=logged)
-        per_call = max(supervised, 1) / (self.world.size * len(batches))
-        for batch in batches:
+        # The engine divides by all micro-batches; those that are filler on every rank do not count.
+        per_call, scale = max(supervised, 1) / (self.world.size * used), len(batches) / used
+        for number, batch in enumerate(batches):
             batch = batch.to(self.world.device)
             out = self.engine.forward(**batch.model_inputs(), num_items_in_batch=per_call)
-            statistics.add(batch, out)
-            self.engine.backward(out.loss)
+            if number < used:
+                statistics.add(batch, out)
+            self.engine.backward(out.loss * scale)
             del out
         metrics = statistics.reduce_losses(self.world.size, self.world.device)
         norm = self.engine.step(cancel=not math.isfinite(metrics["loss"]))
@@ -143,48 +145,50 @@ class Trainer:
         metrics |= {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
         self._watch_finite(metrics, batches)
         self._advance_clock(time.perf_counter() - started, waited)
-        metrics = {
-            "step": self.step_number,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            **metrics,
-        }
+        counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
+        metrics = {**counters, **metrics}
         if logged:
-            metrics |= statistics.reduce_details(dict(self.stream.skipped))
+            metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
             metrics |= self._interval_metrics()
             if self.world.is_main:
                 append_line(self.run_dir / "metrics.jsonl", metrics)
         return metrics
 
     def _fetch(self) -> list[Any]:
-        """The micro-batches of a step; fewer when the stream ends.
+        """The micro-batches of a step; filler ones behind the end of the stream.
 
         A data loader that starts its workers draws from torch's generator, which happens at another
         step in a resumed run. Put back here, reading data never changes what the model samples.
         """
         before = torch.get_rng_state()
-        batches = list(itertools.islice(self._batches, self.config.gradient_accumulation_steps))
+        number = self.config.gradient_accumulation_steps
+        batches = list(itertools.islice(self._batches, number))
+        batches += [self.stream.filler() for _ in range(number - len(batches))]
         torch.set_rng_state(before)
         return batches
 
-    def _count(self, batches: list[Any]) -> float | None:
-        """Supervised tokens of the step over all ranks; advances the run's counters.
+    def _count(self, batches: list[Any]) -> tuple[float, int]:
+        """Advances the run's counters.
 
-        Returns None, on every rank, when any rank's stream has ended.
+        Returns:
+            Of the step over all ranks: its supervised tokens, and its micro-batches that are no
+            filler on some rank; they come first. 0 when the streams of all ranks have ended.
         """
+        own = [batch for batch in batches if not batch.is_filler]
         counts = [
-            float(sum(batch.num_supervised for batch in batches)),
-            float(sum(batch.cu_seqlens.numel() - 1 for batch in batches)),
-            float(sum(batch.input_ids.numel() for batch in batches)),
+            float(sum(batch.num_supervised for batch in own)),
+            float(sum(batch.cu_seqlens.numel() - 1 for batch in own)),
+            float(sum(batch.input_ids.numel() for batch in own)),
             self.seconds / self.world.size,
-            float(len(batches) < self.config.gradient_accumulation_steps),
             float(self._requested_stop or 0),
+            *(float(not batch.is_filler) for batch in batches),
         ]
         summed = sum_over_ranks(counts, self.world.device)
-        supervised, samples, tokens, self.seconds, ended, stop = summed
-        if ended:
+        supervised, samples, tokens, self.seconds, stop, *ranks = summed
+        used = sum(count > 0 for count in ranks)
+        if not used:
             self._ended = True
-            return None
+            return 0.0, 0
         if stop:
             self.stopped_by = self._requested_stop or int(signal.SIGTERM)
         self.samples += int(samples)
@@ -193,10 +197,9 @@ class Trainer:
         if not supervised:
             self.reporter.say(
                 f"warning: step {self.step_number + 1} has no supervised token on any rank; only "
-                "the auxiliary losses "
-                "act. Look at the data with 'python -m data_pipelines show'"
+                "the auxiliary losses act. Look at the data with 'python -m data_pipelines show'"
             )
-        return supervised
+        return supervised, used
 
     def _set_learning_rates(self) -> float:
         """Sets every group's rate; returns the rate of parts without one of their own."""
@@ -229,8 +232,7 @@ class Trainer:
         if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
             raise UserError(
                 f"the {what} was not finite in {self._nonfinite_in_a_row} steps in a row, up to "
-                "step "
-                f"{self.step_number}; lower training.learning_rate or look at the samples in "
+                f"step {self.step_number}; lower training.learning_rate or look at the samples in "
                 f"{self.run_dir / 'nonfinite.jsonl'}"
             )
 
@@ -327,11 +329,8 @@ class Trainer:
             return False
         counters = load_checkpoint(path, self.engine, self.stream, self.config, self.world)
         self._batches = iter(self.stream)
-        self.step_number, self.samples, self.tokens = (
-            counters["step"],
-            counters["samples"],
-            counters["tokens"],
-        )
+        self.step_number = counters["step"]
+        self.samples, self.tokens = counters["samples"], counters["tokens"]
         self.seconds, self.nonfinite_steps = counters["seconds"], counters["nonfinite_steps"]
         self._nonfinite_in_a_row = counters["nonfinite_in_a_row"]
         if self.world.is_main:
@@ -347,8 +346,7 @@ class Trainer:
         if any(gather_objects(path.exists() and path.stat().st_size > 0)):
             raise UserError(
                 f"{self.run_dir} holds a run without a checkpoint to resume from (or "
-                "training.resume=never); "
-                "give another run_dir, or remove that folder"
+                "training.resume=never); give another run_dir, or remove that folder"
             )
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from conceptmoe_vl.processing import CHAT_TEMPLATE, ConceptMoEVLProcessor, train
 from conceptmoe_vl.prompts import IGNORED, Picture, Turn
 from data_pipelines import DataConfig, build_stream
 from data_pipelines.over_length import is_document, picture_runs, split, truncated
+from data_pipelines.sampling import Place
 from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import encoded_image
 
@@ -202,6 +203,6 @@ def test_a_stream_resumes_between_the_pieces_of_a_document(processor, shards):
 
 def test_document_bytes_count_pictures_and_tokens(processor, shards):
     stream = stream_of(processor, shards, "drop", shuffle=False)
-    (document,) = stream._encoder.encode(0, 2)
+    (document,) = stream._encoder.encode(Place(0, 0, 2))
     pixels = 3 * 16 * 16 * 4
     assert pixels < document.num_bytes <= pixels + 100 * len(document)

@@ -107,7 +107,7 @@ def test_a_state_can_be_loaded_into_a_running_stream(processor, shards):
 
 def test_a_state_of_other_data_or_ranks_is_refused(processor, shards, tmp_path):
     state = stream_of(processor, shards).state_dict()
-    with pytest.raises(UserError, match="world_size 1, this run has 2; resume with as many"):
+    with pytest.raises(UserError, match="world_size 1, this run has 2; give the states of all"):
         stream_of(processor, shards, 0, 2).load_state_dict(state)
     with pytest.raises(UserError, match="seed 0, this run has 1"):
         stream_of(processor, shards, seed=1).load_state_dict(state)

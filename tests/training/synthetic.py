@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from data_pipelines.batch import PackedBatch
-from tests.tiny import Document, image_inputs, make_document
+from tests.tiny import END, Document, image_inputs, make_document
 
 
 def document(number: int, image: bool, masked: bool = False) -> tuple[Document, list[int]]:
@@ -51,6 +51,8 @@ class SyntheticStream:
         masked_steps: steps (from 0) whose documents have no supervised token.
         poisoned: (step, number) pairs of documents whose image is not finite.
         steps: steps after which the stream ends; None: endless.
+        missing: (step, number) pairs of documents that do not exist. A batch without documents ends
+            the stream of its rank.
     """
 
     def __init__(
@@ -63,13 +65,16 @@ class SyntheticStream:
         masked_steps: tuple[int, ...] = (),
         poisoned: tuple = (),
         steps: int | None = None,
+        missing: tuple = (),
     ) -> None:
         self._rank, self._accumulation, self._per_step = rank, accumulation, per_step
         self._size = per_step // (world_size * accumulation)
         self._images, self._masked_steps, self._steps = images, masked_steps, steps
+        self._missing = {tuple(pair) for pair in missing}
         self._poisoned = {tuple(pair) for pair in poisoned}
         self._position = 0
         self.skipped: collections.Counter[str] = collections.Counter(too_long=rank + 1)
+        self.delivered = {"even": {"samples": 2 + rank}, f"only-{rank}": {"samples": 1}}
         self.keys_seen: list[str] = []
         self.epoch = 0
 
@@ -78,9 +83,15 @@ class SyntheticStream:
             step, micro = divmod(self._position, self._accumulation)
             if step == self._steps:
                 return
-            self._position += 1
             first = (self._rank * self._accumulation + micro) * self._size
-            numbers = range(first, first + self._size)
+            numbers = [
+                number
+                for number in range(first, first + self._size)
+                if (step, number) not in self._missing
+            ]
+            if not numbers:
+                return
+            self._position += 1
             keys = [f"doc-{step * self._per_step + number}" for number in numbers]
             self.keys_seen += keys
             yield pack([self._document(step, number) for number in numbers], keys)
@@ -92,6 +103,9 @@ class SyntheticStream:
         if (step, number) in self._poisoned:
             made = dataclasses.replace(made, pixels=tuple(p * torch.nan for p in made.pixels))
         return made, labels
+
+    def filler(self) -> PackedBatch:
+        return PackedBatch.filler(END)
 
     def state_dict(self) -> dict:
         return {"position": self._position}

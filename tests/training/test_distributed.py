@@ -24,12 +24,28 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = (0, 1, 2, 3)
 RESUMED = (0, 3)  # the two ends; each costs three runs
+ENDS_FIRST = [[2, 0], [2, 1]]  # of step 3 rank 0 has nothing
+ONE_OF_FOUR = [[0, 1], [0, 2], [0, 3], *([1, number] for number in range(4))]
 TIMEOUT = 400  # seconds: only a hang takes so long
 
 _RESUMABLE = {"noise": "bernoulli", "accumulation": 2}
 SPECS = [
     *[{"name": f"images-{stage}", "stage": stage, "export": True} for stage in STAGES],
     *[{"name": f"mixed-{stage}", "stage": stage, "images": "first_half"} for stage in STAGES],
+    *[
+        {"name": f"ended-{stage}", "stage": stage, "missing": ENDS_FIRST, "steps": 3}
+        for stage in STAGES
+    ],
+    *[
+        {
+            "name": f"incomplete-{stage}",
+            "stage": stage,
+            "accumulation": 2,
+            "missing": ONE_OF_FOUR,
+            "steps": 2,
+        }
+        for stage in STAGES
+    ],
     {"name": "accumulated", "stage": 2, "accumulation": 2, "auxiliary": False},
     {"name": "poisoned-2", "stage": 2, "poisoned": [[1, 3]], "steps": 4},
     *[
@@ -110,6 +126,11 @@ def test_two_ranks_with_half_the_batch_give_one_rank_with_the_whole(two, tmp_pat
     assert last["lm_loss_by_source"] == pytest.approx(expected[-1]["lm_loss_by_source"], rel=2e-5)
     assert last["samples"] == 12
     assert last["skipped"] == {"too_long": 3}
+    assert last["delivered_by_source"] == {
+        "even": {"samples": 5},
+        "only-0": {"samples": 1},
+        "only-1": {"samples": 1},
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -120,6 +141,41 @@ def test_text_on_one_rank_and_images_on_the_other(two, tmp_path, stage):
     last = rank_1[f"mixed-{stage}"]["metrics"][-1]
     assert last["lm_loss_text"] == pytest.approx(expected[-1]["lm_loss_text"], rel=2e-5)
     assert last["lm_loss_image"] == pytest.approx(expected[-1]["lm_loss_image"], rel=2e-5)
+
+
+_COUNTED = ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss", "grad_norm")
+_COUNTED += ("ratio", "ratio_image", "ratio_text", "boundary_confidence")
+
+
+def assert_filler_counts_nowhere(found: list[dict], expected: list[dict]):
+    assert_same(found, expected, _COUNTED)
+    for line, other in zip(found, expected, strict=True):
+        for name in ("samples", "tokens", "supervised_tokens"):
+            assert line[name] == other[name], name
+        assert line["lm_loss_by_source"] == pytest.approx(other["lm_loss_by_source"], rel=2e-5)
+        for stage, load in other["expert_load"].items():
+            assert line["expert_load"][stage] == pytest.approx(load, abs=2e-4), stage
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_stream_has_ended_changes_nothing(two, tmp_path, stage):
+    """Of the last step rank 1 alone has documents: as one process that has those alone."""
+    _, ranks = two
+    expected = reference(tmp_path, missing=ENDS_FIRST)
+    for results in ranks:
+        assert_filler_counts_nowhere(results[f"ended-{stage}"]["metrics"], expected)
+    assert expected[2]["samples"] == expected[1]["samples"] + 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_incomplete_step_is_taken_and_all_ranks_end_together(two, tmp_path, stage):
+    """One document in four micro-batches, of which one rank has none: as that document alone."""
+    _, ranks = two
+    expected = reference(tmp_path, missing=ONE_OF_FOUR, steps=2)
+    for results in ranks:
+        found = results[f"incomplete-{stage}"]["metrics"]
+        assert found[1:] == expected[1:] == [None]
+        assert_filler_counts_nowhere(found[:1], expected[:1])
 
 
 def test_micro_batches_on_two_ranks_give_one_batch(two, tmp_path):

@@ -148,6 +148,46 @@ def test_resume_gives_the_unbroken_run(config_file, tmp_path, workers):
         assert [line[name] for line in found] == [line[name] for line in expected[3:]], name
 
 
+def test_a_finite_run_delivers_every_sample_and_goes_on_with_more_epochs(config_file, tmp_path):
+    """The last step has one micro-batch of five, and is taken."""
+    options = ("training.max_steps=999", "training.gradient_accumulation_steps=5")
+    assert program(config_file, *options, "data.epochs=1") == 0
+    counts = metrics(tmp_path / "run")[-1]["delivered_by_source"]
+    assert {name: count["samples"] for name, count in counts.items()} == {"pictures": 18, "text": 6}
+    assert counts["pictures"]["images"] == 18
+    assert metrics(tmp_path / "run")[-1]["samples"] == 24
+    assert program(config_file, *options, "data.epochs=3") == 0
+    last = metrics(tmp_path / "run")[-1]
+    assert last["samples"] == 72
+    assert {count["samples"] for count in last["delivered_by_source"].values()} == {18, 54}
+    tokens = [count["tokens"] for count in last["delivered_by_source"].values()]
+    assert sum(tokens) == last["tokens"]
+
+
+def test_named_sources_with_weights_and_a_held_out_split(config_file, tmp_path):
+    write_shard(tmp_path / "other-000000.tar", 6)
+    values = yaml.safe_load(config_file.read_text())
+    values["data"] = {
+        "sources": [
+            {"name": "large", "shards": str(tmp_path / "train-*.tar"), "weight": 1},
+            {"name": "small", "shards": str(tmp_path / "other-*.tar"), "weight": {0: 1, 99: 2}},
+        ],
+        "tokens_per_batch": 128,
+        "held_out": 0.3,
+    }
+    values["evaluation"] = {"data": {"split": "held_out"}, "batches": 2, "every": 2}
+    config_file.write_text(yaml.safe_dump(values))
+    assert program(config_file) == 0
+    run = tmp_path / "run"
+    assert set(metrics(run)[-1]["lm_loss_by_source"]) == {"large", "small"}
+    assert set(metrics(run)[-1]["delivered_by_source"]) == {"large", "small"}
+    evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").open()]
+    assert [line["step"] for line in evaluations] == [2, 4]
+    assert len({line["supervised_tokens"] for line in evaluations}) == 1  # the same batches
+    other = f"evaluation.data={{shards: {tmp_path / 'other-*.tar'}}}"
+    assert program(config_file, other, f"run_dir={tmp_path / 'other'}") == 0
+
+
 def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatch):
     original = Trainer.step
 

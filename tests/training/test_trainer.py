@@ -12,6 +12,7 @@ import torch
 from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import Trainer, TrainingConfig, World
+from conceptmoe_vl.training.checkpoint import stream_state
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
 from tests.training.worker import make_trainer
@@ -61,7 +62,7 @@ def test_metrics_line_has_the_documented_fields(trainer):
     (line,) = lines(run.run_dir / "metrics.jsonl")
     documented = """step samples tokens loss lm_loss ratio_loss balance_loss lm_loss_text
         lm_loss_by_source ratio ratio_image ratio_text boundary_confidence expert_load lr grad_norm
-        skipped tokens_per_second data_wait_share peak_memory"""
+        skipped delivered_by_source tokens_per_second data_wait_share peak_memory"""
     assert set(documented.split()) <= set(line)
     assert line["samples"] == 4
     assert set(line["lm_loss_by_source"]) == {"even", "odd"}
@@ -146,6 +147,16 @@ def test_a_checkpoint_of_another_shape_is_refused(trainer):
     path.write_text(json.dumps({**manifest, "world_size": 2}))
     with pytest.raises(UserError, match="written with world_size 2, this run has 1"):
         trainer().resume()
+
+
+def test_a_stream_gets_the_states_of_all_ranks_where_their_number_has_changed(tmp_path):
+    for rank in range(3):
+        torch.save({"stream": {"position": rank}, "random": {}}, tmp_path / f"rank-{rank}.pt")
+    worlds = [World(rank, 3, rank, torch.device("cpu")) for rank in range(3)]
+    assert [stream_state(tmp_path, 3, world) for world in worlds] == [
+        {"position": rank} for rank in range(3)
+    ]
+    assert stream_state(tmp_path, 3, WORLD) == [{"position": rank} for rank in range(3)]
 
 
 def test_a_used_folder_without_checkpoint_is_refused(trainer):

@@ -4,8 +4,8 @@
     python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.training.worker ...
 
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
-auxiliary (weights of the auxiliary losses), masked_steps, poisoned, checkpoint_every, run_dir,
-engine.
+auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, checkpoint_every,
+run_dir, engine.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         masked_steps=tuple(spec.get("masked_steps", ())),
         poisoned=tuple(spec.get("poisoned", ())),
         steps=spec.get("stream_steps"),
+        missing=tuple(spec.get("missing", ())),
     )
     run_dir = out / spec.get("run_dir", spec["name"])
     return Trainer(
