@@ -87,12 +87,13 @@ class Checkpoint:
             if (self.folder / SINGLE).is_file():
                 return {}
             others = sorted(p.name for kind in _OTHER_WEIGHTS for p in self.folder.glob(kind))
-            found = f"but {others[0]}; load it with transformers and save_pretrained it" * bool(
-                others
-            )
             raise UserError(
                 f"'{self.folder}' holds no {SINGLE} and no {INDEX}"
-                + (f", {found}" if found else "; name the folder of a whole checkpoint")
+                + (
+                    f", but {others[0]}; load it with transformers and save_pretrained it"
+                    if others
+                    else "; name the folder of a whole checkpoint"
+                )
             )
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -1,17 +1,15 @@
 """Safetensors shards written as a stream, from pieces of other files and computed tensors.
 
 The library's own writer takes a whole shard in memory at once. Here a shard's header is written
-from shapes alone, and the tensors follow in pieces that the kernel copies from file to file: a copy
-of 1 GB took 0.3 s of processor time, through a memory map 0.55 s, through a buffer 2.4 s.
+from shapes alone, and the tensors follow in pieces of at most 1 MiB. Processor time of copying 1 GB
+from and to the page cache: by the kernel (`copy_file_range`) 0.27 s, in pieces of 64 KiB 0.36 s,
+of 1 MiB 0.28 s, of 8 MiB 2.5 s, tensor by tensor through the library's memory map 0.54 s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,9 +20,7 @@ import torch
 from conceptmoe_vl.conversion.reading import INDEX, SINGLE, VALUE_BYTES, StoredTensor
 from conceptmoe_vl.errors import UserError
 
-_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# One call of the kernel, so that progress shows and Ctrl-C is heard.
-_STEP = 64 << 20
+_STEP = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +165,11 @@ def write_all(target: int, content: bytes | memoryview) -> None:
 
 
 class _Sources:
-    """The source file that was last read from, kept open; and the way bytes are copied from it."""
+    """The source file that was last read from, kept open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file: int = -1
-        self._in_kernel = hasattr(os, "copy_file_range")
 
     def __enter__(self) -> _Sources:
         return self
@@ -195,29 +190,9 @@ class _Sources:
             self._path = piece.tensor.path
         start, left = piece.tensor.start + piece.start, piece.size
         while left:
-            done = self._copy_step(start, min(left, _STEP), target)
-            if done == 0:
+            content = os.pread(self._file, min(left, _STEP), start)
+            if not content:
                 raise UserError(f"'{piece.tensor.path}' became shorter while it was read")
-            start, left = start + done, left - done
-            yield done
-
-    def _copy_step(self, start: int, size: int, target: int) -> int:
-        if self._in_kernel:
-            try:
-                return os.copy_file_range(self._file, target, size, start)
-            except OSError as error:
-                if error.errno not in _CANNOT_COPY:
-                    raise
-                self._in_kernel = False  # other file systems, or an old kernel
-        skipped = start % mmap.ALLOCATIONGRANULARITY
-        with (
-            contextlib.closing(
-                mmap.mmap(
-                    self._file, size + skipped, access=mmap.ACCESS_READ, offset=start - skipped
-                )
-            ) as mapped,
-            memoryview(mapped) as view,
-            view[skipped:] as part,
-        ):
-            write_all(target, part)
-        return size
+            write_all(target, content)
+            start, left = start + len(content), left - len(content)
+            yield len(content)
