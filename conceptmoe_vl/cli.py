@@ -2,8 +2,9 @@
 
 `ask` answers a question about images and prints the answer alone on standard output; `flops` counts
 parameters, FLOPs and bytes of a configuration; `plan` matches a ConceptMoE configuration to a plain
-MoE. Other packages add commands by an entry point of the
-group `conceptmoe_vl.commands`: a function that takes the subparsers.
+MoE; `convert`, `export` and `losslessness` bring other checkpoints in and out. Other packages add
+commands by an entry point of the group `conceptmoe_vl.commands`: a function that takes the
+subparsers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import conceptmoe_vl_runtime
 from conceptmoe_vl import plan_command
+from conceptmoe_vl.conversion import command as conversion
 from conceptmoe_vl.errors import UserError
 
 DEFAULT_MODEL = "runs/easy_vqa/model"  # what `make quickstart` trains
@@ -139,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flops_arguments(command)
     command.set_defaults(run=flops)
     plan_command.add_command(commands)
+    conversion.add_commands(commands)
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] not in commands.choices:
         conceptmoe_vl_runtime.setup(quiet=True)  # what they import may import torch

@@ -37,8 +37,10 @@ class MoEBlock(nn.Module):
 
     Args:
         hidden_size: D. intermediate_size: F of one expert. num_experts: E. num_experts_per_tok: K.
-        num_shared_experts: shared experts, fused into one SwiGLU of that many widths (0: none).
+        num_shared_experts: shared experts, fused into one SwiGLU (0: none).
         norm_topk_prob: divide the K probabilities by their sum.
+        shared_intermediate_size: width of the shared SwiGLU; None: that many widths of an expert.
+        shared_expert_gate: multiply its output by a sigmoid of the token.
     """
 
     def __init__(
@@ -49,17 +51,17 @@ class MoEBlock(nn.Module):
         num_experts_per_tok: int,
         num_shared_experts: int,
         norm_topk_prob: bool,
+        shared_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
         self.gate = Router(hidden_size, num_experts)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
-        self.shared = (
-            SwiGLU(hidden_size, intermediate_size * num_shared_experts)
-            if num_shared_experts
-            else None
-        )
+        shared = shared_intermediate_size or intermediate_size * num_shared_experts
+        self.shared = SwiGLU(hidden_size, shared) if num_shared_experts else None
+        self.shared_gate = Linear(hidden_size, 1, bias=False) if shared_expert_gate else None
 
     def forward(
         self, x_TD: Tensor, statistics: bool = True
@@ -89,7 +91,12 @@ class MoEBlock(nn.Module):
         )
 
     def _with_shared(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(x_TD).sigmoid() * shared_TD
+        return out_TD + shared_TD.to(out_TD.dtype)
 
 
 class Router(nn.Module):

@@ -62,6 +62,18 @@ VARIANTS = {
     "two_joint_of_three": {"joint_decoding_layers": 2, "text": {"decoder_layers": 3}},
     "no_qk_norm": {"text": {"qk_norm": False, "num_key_value_heads": 2}},
     "shared_experts": {"text": {"num_shared_experts": 2, "norm_topk_prob": False}},
+    "qwen2_moe": {
+        "text": {
+            "qk_norm": False,
+            "attention_bias": "qkv",
+            "num_shared_experts": 1,
+            "shared_intermediate_size": 24,
+            "shared_expert_gate": True,
+        }
+    },
+    "olmoe": {
+        "text": {"qk_norm_over": "all_heads", "attention_bias": "all", "num_key_value_heads": 2}
+    },
     "loops": {"text": {"concept_layers": 3, "concept_loops": [[1, 2, 2]]}},
     "wider": {"text": {"concept_hidden_size": 48}},
     "wider_delta": {"text": {"concept_hidden_size": 48}, "concept_residual": "delta"},
@@ -160,6 +172,14 @@ GRADIENTS = {
         "text": {"tie_word_embeddings": True, "num_shared_experts": 1},
         "ratio_scope": "modality",
         "image_target_ratio": 3.0,
+    },
+    "shared_gate_biases_wide_norm": {
+        "text": {
+            "num_shared_experts": 1,
+            "shared_expert_gate": True,
+            "attention_bias": "all",
+            "qk_norm_over": "all_heads",
+        }
     },
     "noise": {"noise": "bernoulli", "tau": 2.0, "image_mode": "grid"},
 }
