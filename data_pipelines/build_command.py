@@ -78,7 +78,13 @@ def _add_common(parser: argparse.ArgumentParser, repeated: bool = False) -> None
         metavar="SIZE",
         help="samples (1000), or bytes at most (256MB)",
     )
-    add("--workers", default_workers(), type=positive, metavar="N", help="processes (all cores)")
+    add(
+        "--workers",
+        default_workers(),
+        type=positive,
+        metavar="N",
+        help="processes (all cores, up to 16)",
+    )
     add(
         "--deduplicate",
         None,

@@ -47,7 +47,8 @@ class Made(NamedTuple):
     Fields:
         images: extension (`png`) and encoded file, in order.
         counts: what the manifest sums up, `questions` for instance.
-        mark: 16 bytes that no other sample may have, of recipes with `remake`.
+        mark: 16 bytes that no other sample may have: one whose mark was there before is made again
+            by `remake`, or else is a duplicate. Empty: `--deduplicate` compares contents.
     """
 
     key: str
@@ -68,8 +69,7 @@ class Recipe:
         make: an item to a sample, in any process; picklable. Raises `RecordError` or `ImageError`.
         name: an item's name in the report of rejects.
         inputs: what else the result depends on; plain JSON.
-        remake: makes a sample again whose mark is among those that are taken; None: marks do not
-            matter.
+        remake: makes a sample again whose mark is among those that are taken.
     """
 
     manifest: dict[str, Any]
@@ -195,8 +195,7 @@ class _Run:
     def build_split(self, split: str) -> None:
         """Goes on with a split behind what the journal holds."""
         recipe, options = self._recipe, self._options
-        deduplicate = None if recipe.remake else options.deduplicate
-        work = partial(_outcome, recipe.make, deduplicate)
+        work = partial(_outcome, recipe.make, options.deduplicate)
         items = itertools.islice(recipe.splits[split](), self._records[split], None)
         shards = self._shards[split]
         writer = ShardWriter(self._folder.folder, split, options.size, finished=len(shards))
@@ -216,7 +215,7 @@ class _Run:
         if self._recipe.remake is None:
             message = "a record before it has the same content"
             return outcome._replace(sample=None, reject=("", DUPLICATE, message))
-        return _packed(self._recipe.remake(item, self._seen), None)
+        return _packed(self._recipe.remake(item, self._seen), self._options.deduplicate)
 
     def _take(self, split: str, writer: ShardWriter, item: Any, outcome: _Outcome) -> None:
         if outcome.sample is not None and not writer.fits(outcome.sample):
@@ -301,7 +300,9 @@ def _outcome(make: Callable[[Any], Made], deduplicate: str | None, item: Any) ->
 
 def _packed(made: Made, deduplicate: str | None) -> _Outcome:
     sample = pack_sample(made.key, made.record, made.images)
-    mark = made.mark if deduplicate is None else _content_mark(made, deduplicate == "images")
+    mark = made.mark
+    if not mark and deduplicate is not None:
+        mark = _content_mark(made, images_alone=deduplicate == "images")
     return _Outcome(sample, made.counts, mark, None)
 
 

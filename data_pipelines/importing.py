@@ -10,6 +10,7 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines.building import Made, Recipe
 from data_pipelines.layouts import LAYOUTS, ImageFolder, check_row
 from data_pipelines.layouts.rows import Row, source_files
+from data_pipelines.shards import expand_patterns
 
 _Item = tuple[int, Row]  # number of the record, from 0
 
@@ -28,17 +29,22 @@ def layout_recipe(
         UserError: `images` is no folder.
     """
     folder = ImageFolder(image_folder(path, images))
-    files = [
-        (file.name, (about := file.stat()).st_size, about.st_mtime_ns)
-        for file in source_files(path)
-    ]
+    files = source_files(path)
+    if layout == "img2dataset" and not files:  # a pattern
+        files = [Path(shard) for shard in expand_patterns([str(path)])]
     return Recipe(
         manifest={"source": name or layout, "layout": layout},
         splits={"train": partial(_items, layout, path)},
         make=partial(_make, layout, folder, name or layout),
         name=_name,
-        inputs=[str(path), str(path.absolute()), str(folder.folder.absolute()), files],
+        inputs=[str(path), str(path.absolute()), str(folder.folder.absolute()), _state(files)],
     )
+
+
+def _state(files: list[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file."""
+    found = ((file.name, file.stat()) for file in files)
+    return [(name, about.st_size, about.st_mtime_ns) for name, about in found]
 
 
 def image_folder(path: Path, images: Path | None) -> Path:

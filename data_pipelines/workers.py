@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,14 +21,13 @@ from conceptmoe_vl.errors import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_ITEMS_PER_MESSAGE = 16  # a message costs about 0.2 ms of CPU time
+_SECONDS, _MOST_ITEMS = 0.03, 256  # of a message
 
 
 def default_workers() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """The cores that this process may use, at most 16: from there on writing is what takes time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, 16)
 
 
 def results_in_order(
@@ -57,48 +57,56 @@ def results_in_order(
 def _from_workers(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[tuple[Item, Result]]:
+    work = functools.partial(_all_results, function)
+    chunks = _Chunks(items)
+    pending: collections.deque[tuple[list[Item], Future]] = collections.deque()
     with contextlib.ExitStack() as stack:
         pool = ProcessPoolExecutor(workers, initializer=_start_worker)
         stack.callback(pool.shutdown, cancel_futures=True)
-        pending: collections.deque[tuple[list[Item], Future]] = collections.deque()
-        for chunk, failure in _chunks(items):
-            if chunk:
-                work = functools.partial(_all_results, function)
-                pending.append((chunk, pool.submit(work, chunk)))
-            while pending and (failure is not None or len(pending) > 2 * workers):
-                yield from _pairs(pending.popleft())
-            if failure is not None:
-                raise failure
+        while chunk := chunks.take():
+            pending.append((chunk, pool.submit(work, chunk)))
+            if len(pending) > 2 * workers:
+                yield from chunks.pairs(*pending.popleft())
         while pending:
-            yield from _pairs(pending.popleft())
+            yield from chunks.pairs(*pending.popleft())
+        if chunks.failure is not None:
+            raise chunks.failure
 
 
-def _pairs(entry: tuple[list[Any], Future]) -> Iterator[tuple[Any, Any]]:
-    chunk, future = entry
-    return zip(chunk, future.result(), strict=True)
+class _Chunks:
+    """Groups of items, as many as take some 30 ms of work: a message costs up to 1 ms, and few
+    large pictures are in memory at once.
+
+    Attributes:
+        failure: the error that ended the items; what came before it still counts.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = iter(items)
+        self._size = 16
+        self.failure: Exception | None = None
+
+    def take(self) -> list[Any]:
+        """The next items; none where they have ended."""
+        chunk: list[Any] = []
+        while len(chunk) < self._size and self.failure is None:
+            try:
+                chunk.append(next(self._items))
+            except StopIteration:
+                break
+            except Exception as error:  # raised behind the results of the items before it
+                self.failure = error
+        return chunk
+
+    def pairs(self, chunk: list[Any], future: Future) -> Iterator[tuple[Any, Any]]:
+        results, seconds = future.result()
+        self._size = max(1, min(_MOST_ITEMS, int(_SECONDS * len(chunk) / max(seconds, 1e-6))))
+        return zip(chunk, results, strict=True)
 
 
-def _chunks(items: Iterable[Item]) -> Iterator[tuple[list[Item], Exception | None]]:
-    """Items in groups, the last with the error that ended them: what was before it still counts."""
-    source = iter(items)
-    chunk: list[Item] = []
-    failure: Exception | None = None
-    while failure is None:
-        try:
-            chunk.append(next(source))
-        except StopIteration:
-            break
-        except Exception as error:  # handed on behind the results of the items before it
-            failure = error
-        if len(chunk) == _ITEMS_PER_MESSAGE or failure is not None:
-            yield chunk, failure
-            chunk = []
-    if chunk:
-        yield chunk, None
-
-
-def _all_results(function: Callable[[Any], Any], chunk: list[Any]) -> list[Any]:
-    return [function(item) for item in chunk]
+def _all_results(function: Callable[[Any], Any], chunk: list[Any]) -> tuple[list[Any], float]:
+    start = time.perf_counter()
+    return [function(item) for item in chunk], time.perf_counter() - start
 
 
 def _start_worker() -> None:

@@ -23,11 +23,12 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines import build_command
 from data_pipelines.__main__ import main
 from data_pipelines.building import BuildOptions, Made, Recipe, build
+from data_pipelines.importing import layout_recipe
 from data_pipelines.partial_build import PartialBuild
 from data_pipelines.records import RecordError
 from data_pipelines.rejects import Rejects
 from data_pipelines.shards import index_shards, scan_shard
-from data_pipelines.writing import ShardSize
+from data_pipelines.writing import ShardSize, write_shards
 from tests.data_pipelines.conftest import encoded_image, failure, record
 
 BY_TWO = ShardSize(samples=2)
@@ -98,7 +99,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path, size, deduplicate):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.integers(0, 39), min_size=1, max_size=3), SIZES, WAYS, st.sampled_from([1, 2]))
 def test_a_build_goes_on_where_it_was_interrupted(tmp_path, stops, size, deduplicate, workers):
@@ -278,6 +279,29 @@ def test_duplicates_are_left_out_on_request(tmp_path, capsys, flags, kept, dupli
     found = json.loads(capsys.readouterr().out)
     assert found["samples"] == kept
     assert found["duplicates"] == (0 if flags else stated)
+
+
+@pytest.mark.parametrize("deduplicate", [None, "samples"])
+def test_a_recipe_may_say_what_is_a_duplicate(tmp_path, deduplicate):
+    def marked(number: int) -> Made:
+        return sound(number)._replace(mark=bytes([number % 4]) * 16)
+
+    made = Recipe({"source": "toy"}, {"train": partial(items, 10)}, marked)
+    _, rejects = build(made, tmp_path / "out", options(size=BY_TWO, deduplicate=deduplicate))
+    assert rejects.by_reason == {"duplicate": 6}
+    assert [entry["record"] for entry in rejects.named] == ["4", "5", "6", "7", "8", "9"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pattern"])
+def test_the_files_of_records_are_what_a_build_depends_on(tmp_path, kind):
+    for number in range(2):
+        write_shards(tmp_path, f"s{number}", [("a", {"caption": "x"}, [])], 1)
+    names = {"file": "s0-000000.tar", "folder": ".", "pattern": "s{0..1}-000000.tar"}
+    path = tmp_path / names[kind]
+    before = layout_recipe("img2dataset", path).inputs
+    assert layout_recipe("img2dataset", path).inputs == before
+    os.utime(tmp_path / "s0-000000.tar", ns=(0, 5))
+    assert layout_recipe("img2dataset", path).inputs != before
 
 
 def test_duplicates_are_no_faults():
