@@ -107,12 +107,24 @@ def _text_of(model: dict[str, Any], path: Path) -> ConceptMoEVLConfig:
         raise UserError(f"'{path}': {error}") from error
 
 
-def _from_json(path: Path) -> ConceptMoEVLConfig:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: it cannot be read or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"'{path}' is no readable JSON file: {error}") from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise UserError(f"'{path}' holds {type(values).__name__}, not a configuration")
+    return values
+
+
+def _from_json(path: Path) -> ConceptMoEVLConfig:
+    values = read_json(path)
+    kind = values.get("model_type")
     if kind != ConceptMoEVLConfig.model_type:
         raise UserError(
             f"'{path}' describes a model of type {kind!r}; this program counts "

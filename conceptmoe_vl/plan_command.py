@@ -21,7 +21,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "base",
         metavar="BASE",
-        help="the plain MoE: a YAML file with model sections, a config.json, or a model folder",
+        help="the plain MoE: a YAML file with model sections, a config.json, or a folder of a "
+        "model or of a checkpoint that convert takes",
     )
     parser.add_argument(
         "--ratio", type=float, default=2.0, metavar="R", help="tokens per concept (default: 2)"

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.conversion.settings import source_config
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.flops import count_parameters, decoding_cost, forward_flops
-from conceptmoe_vl.flops_report import VALUE_BYTES, read_config, short
+from conceptmoe_vl.flops_report import VALUE_BYTES, read_config, read_json, short
 from conceptmoe_vl.memory import cache_bytes
 from conceptmoe_vl.plan_remedies import remedies
 from conceptmoe_vl.plan_search import FLOPS_LIMIT, PARAMETER_LIMIT
@@ -111,6 +112,21 @@ def break_even(found: Plan, rows: int = 1, bytes_per_value: int = 2) -> dict[str
     return result
 
 
+def read_base(
+    source: str, encoder_layers: int | None, decoder_layers: int | None
+) -> ConceptMoEVLConfig:
+    """A configuration as `read_config` takes it, or that of a checkpoint that `convert` takes.
+
+    Raises:
+        UserError: there is none, or it is of an unsupported family.
+    """
+    path = Path(source)
+    folder = path.parent if path.name == "config.json" else path
+    file = folder / "config.json"
+    own = not file.is_file() or read_json(file).get("model_type") == ConceptMoEVLConfig.model_type
+    return read_config(source) if own else source_config(folder, encoder_layers, decoder_layers)
+
+
 def figures(found: Plan, rows: int = 1, dtype: str = "bfloat16") -> dict[str, Any]:
     """Everything that the command prints, as plain values; pairs are baseline and plan."""
     size = VALUE_BYTES[dtype]
@@ -157,12 +173,17 @@ def print_plan(arguments: argparse.Namespace) -> int:
         raise UserError(f"--batch is {arguments.batch}; give 1 or more")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib; pip install 'conceptmoe-vl[bench]'")
-    base = read_config(arguments.base)
+    base = read_base(arguments.base, arguments.encoder_layers, arguments.decoder_layers)
     options = {name: getattr(arguments, name) for name in _OPTIONS}
     found = plan(base, arguments.ratio, arguments.strategy, arguments.purpose, **options)
     values = figures(found, arguments.batch, arguments.dtype)
     if not found.match.is_matched:
         values["remedies"] = remedies(base, found, options, arguments.strategy)
+    else:  # before printing, whose reader may stop early
+        if arguments.plot:
+            draw(values, Path(arguments.plot))
+        if arguments.out:
+            write_plan(found, arguments.base, Path(arguments.out))
     if arguments.json:
         print(json.dumps(values, indent=2))
     else:
@@ -170,10 +191,6 @@ def print_plan(arguments: argparse.Namespace) -> int:
     if not found.match.is_matched:
         print(_missed(values), file=sys.stderr)
         return 1
-    if arguments.plot:
-        draw(values, Path(arguments.plot))
-    if arguments.out:
-        write_plan(found, arguments.base, Path(arguments.out))
     return 0
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from conceptmoe_vl.conversion.families import Family
+from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.conversion.families import Family, read_source, text_fields
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.sections import (
     ChunkConfig,
@@ -109,6 +110,26 @@ def text_section(
         raise UserError(f"the plan or the options do not fit this model: {error}") from error
     _refuse_another_model(text, {k: v for k, v in plan.items() if k not in taken})
     return text
+
+
+def source_config(
+    folder: Path, encoder_layers: int | None = None, decoder_layers: int | None = None
+) -> ConceptMoEVLConfig:
+    """What `convert` makes of a source without chunking, from its config.json alone.
+
+    The vocabulary is the source's: added tokens are not counted.
+
+    Args:
+        encoder_layers, decoder_layers: as in `ConversionSettings`.
+
+    Raises:
+        UserError: see `read_source`, `text_fields` and `text_section`.
+    """
+    family, source = read_source(folder)
+    fields = {**text_fields(folder, family, source), "vocab_size": source.vocab_size}
+    settings = ConversionSettings(encoder_layers=encoder_layers, decoder_layers=decoder_layers)
+    text = text_section(settings, family, fields, source.num_hidden_layers)
+    return ConceptMoEVLConfig(text=text, chunk={"router": "none", "concept_residual": "delta"})
 
 
 def _refuse_another_model(text: TextConfig, plan: dict[str, Any]) -> None:

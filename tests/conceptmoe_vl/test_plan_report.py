@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -12,9 +13,10 @@ import yaml
 from conceptmoe_vl.cli import main
 from conceptmoe_vl.flops import decoding_cost, forward_flops
 from conceptmoe_vl.flops_report import read_config
-from conceptmoe_vl.plan_report import break_even, savings
+from conceptmoe_vl.plan_report import break_even, read_base, savings, write_plan
 from conceptmoe_vl.planning import plan
 from conceptmoe_vl.training.config import load_run_config
+from tests.checkpoints import LAYERS, make_source, make_vl_source, save_source
 from tests.tiny import tiny_config
 
 # Every strategy has a match at R = 2 (tests/conceptmoe_vl/test_planning.py).
@@ -145,6 +147,33 @@ def test_out_from_a_model_folder_and_from_sections(tmp_path, capsys, kind):
     made = plan(read_config(str(source)), 2, "experts", joint_layers=0).config
     assert (planned.text, planned.chunk, planned.vision) == (made.text, made.chunk, made.vision)
     assert "breaks even" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Qwen3VLMoe", "Llama"])
+def test_another_familys_checkpoint(family, tmp_path, capsys):
+    """Its config.json alone is enough; the plan counts what convert makes of it by that plan."""
+    make = make_vl_source if family == "Qwen3VLMoe" else functools.partial(make_source, family)
+    source = save_source(make(), tmp_path / "source")
+    out = tmp_path / "plan.yaml"
+    base = read_base(str(source / "config.json"), 1, 2)
+    assert base.text.concept_layers == LAYERS - 3
+    made = plan(base, 1.5, "loops", "conversion", loops=1)
+    write_plan(made, str(source), out)
+    converted = tmp_path / "converted"
+    assert main(["convert", str(source), str(converted), "--plan", str(out)]) == 0
+    ours, theirs = made.config, read_config(str(converted))
+    assert theirs.text == dataclasses.replace(ours.text, vocab_size=theirs.text.vocab_size)
+    assert theirs.chunk == ours.chunk
+    capsys.readouterr()
+    # So few experts come in steps too large for a match.
+    found = run_json(capsys, str(source), "--for", "conversion", status=1)
+    assert found["matched"] is False
+
+
+def test_another_familys_refusal(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v2"}')
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "latent attention" in capsys.readouterr().err
 
 
 def test_tables(base, capsys):
