@@ -6,7 +6,12 @@ speed, and a position is a place in that sequence.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
+import os
+import signal
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +24,7 @@ from data_pipelines.sampling import Place
 Encoded = tuple[Document, ...] | Skipped
 
 _SAMPLES_PER_MESSAGE = 16
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def encoded_in_order(
@@ -35,10 +41,24 @@ def encoded_in_order(
         sampler=places,
         num_workers=num_workers,
         collate_fn=_to_arrays,
+        worker_init_fn=functools.partial(_end_with, os.getpid()),
     )
     for message in loader:
         for result in message:
             yield _with_pixels(result, torch.from_numpy)
+
+
+def _end_with(parent: int, worker: int) -> None:
+    """Makes the kernel end this worker with its parent.
+
+    torch's workers look for their parent too, but wait for ever to hand over what they hold when it
+    was killed while the pipe to it was full: each keeps the pipe of the other open.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
 
 
 class _Encoded(Dataset):

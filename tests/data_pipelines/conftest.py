@@ -67,7 +67,11 @@ def failure(capsys, *arguments: str) -> str:
     return captured.err
 
 
-@pytest.fixture(scope="session")
-def processor() -> ConceptMoEVLProcessor:
+def make_processor() -> ConceptMoEVLProcessor:
     tokenizer = train_tokenizer(["s0 q1 a2 what color is the shape"], 300)
     return ConceptMoEVLProcessor(ConceptMoEVLImageProcessor(image_size=16, patch_size=8), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def processor() -> ConceptMoEVLProcessor:
+    return make_processor()
