@@ -115,7 +115,8 @@ class SampleEncoder:
         found, reader = self._find(place)
         config = self.config
         held_out = config.held_out > 0 and is_held_out(found.key, config.held_out)
-        if held_out != (config.split == "held_out"):
+        is_lost = place.raw is not None and place.raw.reason  # its key is not known
+        if held_out != (config.split == "held_out") and not is_lost:
             return ()
         where = f"shard '{found.shard}', key '{found.key}'"
         try:

@@ -82,7 +82,7 @@ def expand_patterns(patterns: Sequence[str]) -> list[str]:
             raise UserError(
                 f"data.shards: '{pattern}' is remote; copy the shards to a local folder"
             )
-        for path in (path for part in _expand_ranges(pattern) for path in _matches(part, pattern)):
+        for path in (path for part in expand_ranges(pattern) for path in _matches(part, pattern)):
             if not path.endswith(".tar"):
                 raise UserError(f"data.shards: '{path}' is no .tar file; unpack compressed shards")
             shards[path] = None
@@ -102,7 +102,7 @@ def _matches(part: str, pattern: str) -> list[str]:
     return found
 
 
-def _expand_ranges(pattern: str) -> list[str]:
+def expand_ranges(pattern: str) -> list[str]:
     match = _RANGE.search(pattern)
     if match is None:
         return [pattern]
@@ -111,7 +111,7 @@ def _expand_ranges(pattern: str) -> list[str]:
     return [
         rest
         for number in numbers
-        for rest in _expand_ranges(pattern[: match.start()] + number + pattern[match.end() :])
+        for rest in expand_ranges(pattern[: match.start()] + number + pattern[match.end() :])
     ]
 
 
