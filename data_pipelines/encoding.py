@@ -135,7 +135,7 @@ class SampleEncoder:
     def _find(self, place: Place) -> tuple[Any, Any]:
         """A sample and what reads its members: by offset, or those that came with the place."""
         if place.raw is not None:
-            return place.raw, _RawReader()
+            return place.raw, RawReader()
         samples = self.samples[place.source]
         assert samples is not None
         return samples[place.number], self._reader
@@ -210,7 +210,7 @@ class _Random:
         return self._made
 
 
-class _RawReader:
+class RawReader:
     """Reads the members of samples whose files are at hand, as `ShardReader` those of shards."""
 
     def read(self, sample: RawSample, name: str) -> bytes:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 from conceptmoe_vl.errors import UserError
 from data_pipelines.config import DataConfig
+from data_pipelines.encoding import RawReader
+from data_pipelines.records import Conversation, RecordError
 from data_pipelines.remote import RemoteSource
 from data_pipelines.remote_opening import is_remote, shown
 from data_pipelines.remote_shards import RemoteShard, find_remote_shards
 from data_pipelines.remote_streams import Limits
-from data_pipelines.sampling import LocalSource, Source
-from data_pipelines.shards import ShardIndex, expand_patterns, index_shards
+from data_pipelines.sampling import LocalSource, Place, RawSample, Source
+from data_pipelines.shards import (
+    ShardIndex,
+    ShardReader,
+    expand_patterns,
+    index_shards,
+    read_sample,
+    texts_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +81,37 @@ def open_sources(config: DataConfig, world_size: int) -> tuple[list[Source], int
             "needs one: add data or start fewer processes"
         )
     return sources, damaged
+
+
+def iter_source_texts(config: DataConfig, max_samples: int | None = None) -> Iterator[str]:
+    """The texts of all turns of a configuration's sources, for training a tokenizer.
+
+    Args:
+        max_samples: samples read at most, the first ones of the first sources. Records that cannot
+            be read are passed over: the stream reports them.
+    """
+    sources, _ = open_sources(dataclasses.replace(config, shuffle=False), world_size=1)
+    left = sys.maxsize if max_samples is None else max_samples
+    reader = ShardReader()
+    for number, source in enumerate(sources):
+        for place in range(min(left, source.num_samples)):
+            raw = source.fetch(Place(number, 0, place))
+            try:
+                yield from texts_of(_conversation(source, place, raw, reader).turns)
+            except RecordError:
+                continue
+        left = max(0, left - source.num_samples)
+        source.close()
+    reader.close()
+
+
+def _conversation(
+    source: Source, number: int, raw: RawSample | None, reader: ShardReader
+) -> Conversation:
+    if raw is not None:
+        return read_sample(RawReader(), raw)
+    assert source.samples is not None
+    return read_sample(reader, source.samples[number])
 
 
 def _open(

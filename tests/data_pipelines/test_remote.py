@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
 import json
 import logging
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -16,71 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conceptmoe_vl.errors import UserError
-from data_pipelines import DataConfig, build_stream
+from data_pipelines import DataConfig, build_stream, iter_texts
 from data_pipelines.indexing import write_indexes
+from data_pipelines.opening import iter_source_texts
 from data_pipelines.remote import LaneOrder, RemoteShardError
 from data_pipelines.remote_opening import StreamError, file_name, shown
 from data_pipelines.remote_streams import Limits, RemoteFile
+from data_pipelines.shards import index_shards
 from data_pipelines.stream import SampleError
 from tests.data_pipelines.conftest import toy_shards
+from tests.data_pipelines.http_server import Server
 from tests.data_pipelines.test_stream import same
 
 COUNTS = [7, 3, 11, 1, 6]
 TOTAL = sum(COUNTS)
 QUICK = {"remote_retries": 1, "remote_timeout": 20}
-
-
-class Server:
-    """Serves the files of a folder over http; `plans[name]` says what single requests get.
-
-    A plan is a list, used up from its front: a number of bytes after which the connection is
-    closed, "stall" after the header, or a status as "503". `requests` notes (name, Range header).
-    """
-
-    def __init__(self, folder: Path, ranges: bool = True) -> None:
-        self.plans: dict[str, list] = {}
-        self.requests: list[tuple[str, str | None]] = []
-        self.headers: list[dict[str, str]] = []
-        self.tag = '"1"'
-        released = self._released = threading.Event()
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                name = self.path.split("?")[0].lstrip("/")
-                wanted = self.headers.get("Range") if ranges else None
-                server.requests.append((name, self.headers.get("Range")))
-                server.headers.append(dict(self.headers))
-                plan = (server.plans.get(name) or [None]).pop(0)
-                if isinstance(plan, str) and plan.isdigit():
-                    return self.send_error(int(plan))
-                if not (folder / name).is_file():
-                    return self.send_error(404)
-                data = (folder / name).read_bytes()
-                start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
-                self.send_response(206 if start else 200)
-                self.send_header("Content-Length", str(len(data) - start))
-                self.send_header("ETag", server.tag)
-                if start:
-                    self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-                self.end_headers()
-                if plan == "stall":
-                    released.wait()
-                else:
-                    self.wfile.write(data[start:] if plan is None else data[start : start + plan])
-
-            def log_message(self, *arguments):
-                pass
-
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._released.set()
-        self._http.shutdown()
-        self._http.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -438,3 +386,16 @@ def test_a_held_out_split_counts_what_is_lost(processor, folder, server):
         stream = stream_of(processor, f"{server.url}/", split=split, **options)
         keys_of(stream)
         assert stream.skipped == {"unreadable_shard": 7}
+
+
+def test_a_tokenizer_reads_the_texts_of_remote_shards(folder, server):
+    near = DataConfig(shards=str(folder / "*.tar"))
+    far = DataConfig(shards=f"{server.url}/", **QUICK)
+    for limit in (None, 9):
+        assert list(iter_source_texts(far, limit)) == list(iter_source_texts(near, limit))
+        assert list(iter_source_texts(far, limit)) == list(iter_texts(near.shards, limit))
+
+
+def test_commands_that_read_local_shards_alone_say_so(server):
+    with pytest.raises(UserError, match=f"'{server.url}/a.tar' is remote"):
+        index_shards([f"{server.url}/a.tar?sig={SECRET}"])
