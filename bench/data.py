@@ -93,7 +93,9 @@ class PixelsAlone:
     image_processor = SimpleNamespace(background=WHITE)
 
     def encode_turns(self, turns: list) -> EncodedSample:
-        images = [part.image for turn in turns for part in turn.parts if isinstance(part, Picture)]
+        images = [
+            part.image.image for turn in turns for part in turn.parts if isinstance(part, Picture)
+        ]
         if any(image.size != (SIDE, SIDE) for image in images):
             raise UserError(f"a picture has the size {[image.size for image in images]}")
         return EncodedSample([0, 0], [IGNORED, 0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from conceptmoe_vl.image_processing import DecodedImage
 from conceptmoe_vl.images import ImageError, decode_image
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, EncodedSample
 from conceptmoe_vl.prompts import Picture, Turn
@@ -183,7 +184,7 @@ class SampleEncoder:
         background = self.processor.image_processor.background
         image = decode_image(data, background, self.config.max_image_pixels, name=member)
         if self.config.augment == "none":
-            return image
+            return DecodedImage(image)
         augment = AUGMENTATIONS[self.config.augment]
         return augment(np.asarray(image), rng(), self.config.max_shift)
 

@@ -68,7 +68,7 @@ class RemoteFile:
         self._opener = opener(address, size, limits.timeout)
         self._retries = 0 if address.startswith(PIPE) else limits.retries
         self._ahead: _ReadAhead | None = None
-        self._rest = b""
+        self._block, self._taken = b"", 0  # the present block, and bytes of it that were read
         self._ended = False
 
     def read(self, count: int) -> bytes:
@@ -78,14 +78,15 @@ class RemoteFile:
             StreamError: they did not come, the command failed, or the file has another size.
         """
         parts, wanted = [], count
-        while wanted and (self._rest or self._next_block()):
-            part, self._rest = self._rest[:wanted], self._rest[wanted:]
+        while wanted and (self._taken < len(self._block) or self._next_block()):
+            part = self._block[self._taken : self._taken + wanted]
+            self._taken += len(part)
             parts.append(part)
             wanted -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _next_block(self) -> bool:
-        """Puts the next block into `_rest`; False at the end."""
+        """Makes the next block the present one; False at the end."""
         attempt = 0
         while not self._ended:
             try:
@@ -94,7 +95,7 @@ class RemoteFile:
                     self._ahead = _ReadAhead(opened, self.limits.timeout)
                 block = self._ahead.next_block()
                 if block:
-                    self._rest = block
+                    self._block, self._taken = block, 0
                     self.position += len(block)
                     return True
                 self._check_end()
