@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,12 @@ _FIELDS = (
     *("size_policy", "image_size", "patch_size", "downsample", "max_patches", "max_tiles"),
     *("image_mean", "image_std", "background", "max_pixels", "accepts_images"),
 )
+
+
+class DecodedImage(NamedTuple):
+    """What `decode_image` gave, so that it is not decoded and checked again."""
+
+    image: Image.Image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +161,8 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
         return {**values, "image_processor_type": type(self).__name__}
 
     def process(self, image: Any) -> ProcessedImage:
-        """One picture: what `decode_image` takes, or an upright RGB array `[H, W, 3]` uint8.
+        """One picture: what `decode_image` takes, a [`DecodedImage`], or an upright RGB array
+        `[H, W, 3]` uint8.
 
         Raises:
             ImageError: it cannot be decoded.
@@ -195,7 +202,10 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
                     f"an image array must be [H, W, 3] uint8, not {list(image.shape)} {image.dtype}"
                 )
             return image, image.shape[0], image.shape[1]
-        image = decode_image(image, self.background, self.max_pixels)
+        if isinstance(image, DecodedImage):
+            image = image.image
+        else:
+            image = decode_image(image, self.background, self.max_pixels)
         return image, image.height, image.width
 
     def _pixels(self, image: Any, target: tuple[int, int]) -> torch.Tensor:

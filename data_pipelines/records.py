@@ -158,12 +158,14 @@ def _place_images(turns: list[Turn], members: list[str]) -> list[Turn]:
             f"{len(members)} images",
             "messages",
         )
+    if not members:
+        return turns
     names = iter(members)
     return [
         Turn(
             turn.role,
             tuple(
-                Picture(next(names)) if isinstance(part, Picture) else part for part in turn.parts
+                [Picture(next(names)) if isinstance(part, Picture) else part for part in turn.parts]
             ),
         )
         for turn in turns

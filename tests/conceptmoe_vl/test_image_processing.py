@@ -11,7 +11,12 @@ from PIL import Image
 from timm.data.naflex_transforms import patchify_image
 
 from conceptmoe_vl.configuration import VisionConfig
-from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor, collate_images
+from conceptmoe_vl.image_processing import (
+    ConceptMoEVLImageProcessor,
+    DecodedImage,
+    collate_images,
+)
+from conceptmoe_vl.images import ImageError
 from conceptmoe_vl.tiling import choose_tiles
 
 
@@ -31,6 +36,16 @@ def test_fixed_pixels_are_normalised_and_placed_channels_first():
     )
     assert processed.grid == (2, 2)
     assert processed.pixels.is_contiguous()
+
+
+def test_a_decoded_picture_is_taken_as_it_is():
+    """Also where the processor's own limit is below that of whoever decoded it."""
+    processor = ConceptMoEVLImageProcessor(image_size=16, patch_size=8, max_pixels=100)
+    array = picture(20, 30)
+    decoded = processor.process(DecodedImage(Image.fromarray(array)))
+    assert torch.equal(decoded.pixels, processor.process(array).pixels)
+    with pytest.raises(ImageError, match="too large"):
+        processor.process(Image.fromarray(array))
 
 
 def test_fixed_pictures_of_any_size_give_one_square():

@@ -166,6 +166,14 @@ def test_the_first_frame_of_an_animation_is_taken():
     assert tuple(np.asarray(decode_image(opened))[0, 0]) == (255, 0, 0)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_decoded_file_is_a_plain_image_without_metadata(kind):
+    image = decode_image(with_orientation(1, kind))
+    assert type(image) is Image.Image
+    assert (image.mode, image.info, dict(image.getexif())) == ("RGB", {}, {})
+    assert image.size == image.copy().size == np.asarray(image).shape[1::-1]
+
+
 def test_a_callers_image_is_not_shared():
     image = picture()
     result = decode_image(image)
