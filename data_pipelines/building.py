@@ -47,7 +47,8 @@ class Made(NamedTuple):
     Fields:
         images: extension (`png`) and encoded file, in order.
         counts: what the manifest sums up, `questions` for instance.
-        mark: 16 bytes that no other sample may have, of recipes with `remake`.
+        mark: 16 bytes that no other sample may have: a second one is made again by the recipe's
+            `remake`, or left out as a duplicate.
     """
 
     key: str
@@ -68,8 +69,7 @@ class Recipe:
         make: an item to a sample, in any process; picklable. Raises `RecordError` or `ImageError`.
         name: an item's name in the report of rejects.
         inputs: what else the result depends on; plain JSON.
-        remake: makes a sample again whose mark is among those that are taken; None: marks do not
-            matter.
+        remake: makes a sample again whose mark is among those that are taken; None: it is left out.
     """
 
     manifest: dict[str, Any]
