@@ -62,15 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="a table of the first samples")
     inspect.add_argument("shards", nargs="+", help="tar files, folders or patterns")
     inspect.add_argument("--limit", type=positive, default=20, metavar="N", help="samples (20)")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page of them")
+    inspect.add_argument("--model", help="with --html: folder of a model, for its processor")
     inspect.set_defaults(run=_inspect)
 
     stats = commands.add_parser("stats", help="counts over all samples; decodes every image")
     stats.add_argument("shards", nargs="+", help="tar files, folders or patterns")
+    stats.add_argument("--png", type=Path, metavar="FILE", help="draw the distributions")
+    stats.add_argument("--model", help="folder of a model: count tokens, images included")
     stats.set_defaults(run=_stats)
 
-    show = commands.add_parser("show", help="one sample's tokens and which are supervised")
+    show = commands.add_parser("show", help="samples' tokens and which are supervised")
     show.add_argument("shards", nargs="+", help="tar files, folders or patterns")
-    show.add_argument("--key", help="the sample's key (the first sample)")
+    show.add_argument("--key", help="one sample's key (the first samples)")
+    show.add_argument("--limit", type=positive, default=1, metavar="N", help="samples (1)")
     show.add_argument("--model", help="folder of a model, for its processor (a small tokenizer)")
     show.set_defaults(run=_show)
     return parser
@@ -152,19 +157,37 @@ def _tokenizer(folder: str) -> Any:
 def _inspect(options: Any) -> int:
     from data_pipelines.reports import inspect
 
-    return int(inspect(options.shards, options.limit, Console()) > 0)
+    if options.html is None:
+        if options.model is not None:
+            raise UserError("--model has a meaning with --html alone; add --html FILE")
+        return int(inspect(options.shards, options.limit, Console()) > 0)
+    from data_pipelines.pages import write_page
+
+    tokenizer = options.model or "tokenizer trained on these shards (--model names a model's)"
+    processor = _processor(options)
+    faults = write_page(options.shards, options.limit, processor, options.html, tokenizer)
+    print(options.html)
+    return int(faults > 0)
 
 
 def _stats(options: Any) -> int:
     from data_pipelines.reports import stats
 
-    return int(stats(options.shards, Console()) > 0)
+    count_tokens = None
+    if options.model is not None:
+        processor = _processor(options)
+
+        def count_tokens(turns: Any) -> int:
+            return len(processor.encode_turns(turns).input_ids)
+
+    return int(stats(options.shards, Console(), count_tokens, options.png) > 0)
 
 
 def _show(options: Any) -> int:
     from data_pipelines.reports import show
 
-    show(options.shards, options.key, _processor(options), Console(soft_wrap=True))
+    console = Console(soft_wrap=True, highlight=False)
+    show(options.shards, options.key, options.limit, _processor(options), console)
     if options.model is None:
         print("tokenizer: trained on these shards (--model names a model's)", file=sys.stderr)
     return 0

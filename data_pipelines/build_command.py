@@ -20,7 +20,7 @@ from data_pipelines.sources import SOURCES
 from data_pipelines.workers import default_workers
 from data_pipelines.writing import REJECTS, ShardSize
 
-_SOURCE_OPTIONS = ("samples", "seed", "level")
+_SOURCE_OPTIONS = ("samples", "seed", "level", "path", "language", "question", "unit")
 
 
 def add_build(commands: Any) -> None:
@@ -58,6 +58,10 @@ def _add_built_in(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=positive, metavar="N", help="scenes: in all (10000)")
     parser.add_argument("--seed", type=int, metavar="S", help="scenes: of the drawing (0)")
     parser.add_argument("--level", type=int, metavar="1..4", help="scenes: one level (all)")
+    parser.add_argument("--path", type=Path, help="folder of the source's package")
+    parser.add_argument("--language", metavar="L", help="tuxpaint, wiki: en, es, ... (en)")
+    parser.add_argument("--question", help="openclipart, tuxpaint: about each picture (none)")
+    parser.add_argument("--unit", help="shakespeare: a sample is a scene or a work (scene)")
 
 
 def _add_common(parser: argparse.ArgumentParser, repeated: bool = False) -> None:
@@ -179,6 +183,9 @@ def _build(options: Any) -> int:
         found = [f"{number:,} {name}" for name, number in counts.items() if isinstance(number, int)]
         shards = f"{len(counts['shards'])} shards"
         print(f"{options.out}/{split}-*.tar: {', '.join([*found, shards])}")
+    if manifest.get("left_out"):
+        reasons = (f"{reason} {number:,}" for reason, number in manifest["left_out"].items())
+        print(f"left out from the start: {', '.join(reasons)}")
     print(rejects.describe())
     if rejects.count:
         print(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}")

@@ -69,7 +69,7 @@ class Recipe:
         make: an item to a sample, in any process; picklable. Raises `RecordError` or `ImageError`.
         name: an item's name in the report of rejects.
         inputs: what else the result depends on; plain JSON.
-        remake: makes a sample again whose mark is among those that are taken.
+        remake: makes a sample again whose mark is among those that are taken; None: it is left out.
     """
 
     manifest: dict[str, Any]
