@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conceptmoe_vl.chunk import Boundaries
+from conceptmoe_vl.chunk_values import ChunkValues
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
@@ -67,6 +68,7 @@ def auxiliary_losses(
     routers: list[RouterStatistics],
     across_ranks: bool,
     filler: bool = False,
+    values: ChunkValues | None = None,
 ) -> AuxiliaryLosses:
     """All losses that need statistics, with one collective for the lot.
 
@@ -74,8 +76,10 @@ def auxiliary_losses(
         chunk: the `chunk` section. boundaries: p and b. image_T: `[T]` bool. layout: documents.
         routers: statistics of every executed MoE layer. across_ranks: sum over data-parallel ranks.
         filler: leaves this rank's tokens out of every sum; their gradient is zero.
+        values: where the run's schedule is; None: the configured values.
     """
-    parts = [_ratio_sums(chunk, boundaries, image_T, layout)]
+    values = values or ChunkValues.of(chunk)
+    parts = [_ratio_sums(chunk, boundaries, image_T, layout, values)]
     for router in routers:
         scalars = torch.stack((router.z.double(), router.z.new_tensor(router.tokens).double()))
         parts += [router.slots_E.double(), router.probability_E.double(), scalars]
@@ -99,7 +103,7 @@ def auxiliary_losses(
     counted_R23 = by_target.detach()
     counted = counted_R23.sum(0)
     return AuxiliaryLosses(
-        ratio=_ratio_loss(chunk, by_target, sample).float(),
+        ratio=_ratio_loss(chunk, by_target, sample, values).float(),
         balance=(torch.stack(balances).mean() if balances else zero).float(),
         router_z=(torch.stack(z_losses).mean() if z_losses else zero).float(),
         tokens_per_concept=_tokens_per_concept(counted.sum(0)),
@@ -122,7 +126,11 @@ def _tokens_per_concept(sums: Tensor) -> Tensor:
 
 
 def _ratio_sums(
-    chunk: ChunkConfig, boundaries: Boundaries, image_T: Tensor, layout: PackedLayout
+    chunk: ChunkConfig,
+    boundaries: Boundaries,
+    image_T: Tensor,
+    layout: PackedLayout,
+    values: ChunkValues,
 ) -> Tensor:
     """`[6 R + 2]`: for every drawn ratio the sums of p, b and 1 over text, then over image tokens.
 
@@ -139,12 +147,14 @@ def _ratio_sums(
     if chunk.ratio_scope == "sample" and chunk.router != "none":
         per_document = p_T.new_zeros(3, len(layout.lengths)).index_add(1, layout.document_T, rows)
         p_G, b_G, n_G = per_document[:, per_document[2] > 0]
-        losses_G = _eq4(chunk.target_ratio, b_G / n_G, p_G / n_G)
+        losses_G = _eq4(values.loss_target(chunk.target_ratio), b_G / n_G, p_G / n_G)
         sample = torch.stack((losses_G.sum(), losses_G.new_tensor(float(len(n_G)))))
     return torch.cat((sums, sample))
 
 
-def _ratio_loss(chunk: ChunkConfig, by_target: Tensor, sample: Tensor) -> Tensor:
+def _ratio_loss(
+    chunk: ChunkConfig, by_target: Tensor, sample: Tensor, values: ChunkValues
+) -> Tensor:
     """Eq. 4 over the configured scope; over several groups it is their mean, weighted by tokens.
 
     Args:
@@ -166,7 +176,8 @@ def _ratio_loss(chunk: ChunkConfig, by_target: Tensor, sample: Tensor) -> Tensor
             if target == 1:  # every token is a boundary: there is nothing to ask for
                 continue
             count = n.detach().clamp(min=1)
-            total = total + _eq4(target, b / count, p / count) * n.detach()
+            loss = _eq4(values.loss_target(target), b / count, p / count)
+            total = total + loss * n.detach()
             tokens = tokens + n.detach()
     return total / tokens.clamp(min=1)
 

@@ -18,24 +18,15 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
 
+from .checks import require as _require
+from .checks import require_known as _require_known
+from .chunk_schedule import ChunkSchedule
+from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
 
 PARTS = ("vision", "projector", "chunk", "experts", "embedding", "rest")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _require_known(given: Any, known: Any, where: str) -> None:
-    try:
-        check_known_keys(given, known, where)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 @dataclasses.dataclass
@@ -106,6 +97,8 @@ class TrainingConfig:
         schedule: cosine | wsd (warm-up, stable, then linear decay).
         warmup_fraction, decay_fraction: shares of the run; `decay_fraction` is used by wsd alone.
         final_learning_rate: share of the peak rate that is left at the end.
+        chunk_schedule: ratio warm-up and other values of `model.chunk` that move along the run.
+        watch: when the run warns of its ratio, its router and idle experts.
         log_every: steps between two lines of metrics.jsonl; the first step is always logged, and
             the last one of a run that ends by steps.
         checkpoint_every: steps between two checkpoints; 0 writes one at the end of the run alone.
@@ -138,6 +131,8 @@ class TrainingConfig:
     warmup_fraction: float = 0.03
     decay_fraction: float = 0.2
     final_learning_rate: float = 0.0
+    chunk_schedule: ChunkSchedule = dataclasses.field(default_factory=ChunkSchedule)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     log_every: int = 10
     checkpoint_every: int = 0
     checkpoint_at_end: bool = True

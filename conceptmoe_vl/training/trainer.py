@@ -24,15 +24,18 @@ import torch
 from conceptmoe_vl.errors import UserError
 
 from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .chunk_schedule import ChunkScheduler
 from .config import TrainingConfig
 from .distributed import World, ensure_folder, gather_objects, sum_over_ranks, wait_for_all
 from .engine import build_engine
 from .export import export_model
+from .health import FiniteGuard
 from .metrics import StepStatistics, peak_memory_bytes
 from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
 from .run_files import append_line, drop_lines_after, random_state, set_random_state, set_seed
 from .schedule import learning_rate_factor, run_progress
+from .watch import RunWatch
 
 
 class Trainer:
@@ -82,15 +85,20 @@ class Trainer:
         self.reporter.show_parts(summarise_parts(model, config), config.engine)
         self.engine = build_engine(model, config, world)
         self.engine.module.train()
+        self._chunks = ChunkScheduler(self.engine.module, config.chunk_schedule)
         self.step_number = self.samples = self.tokens = 0
         self.seconds = 0.0
-        self.nonfinite_steps = self._nonfinite_in_a_row = 0
         self.stopped_by: int | None = None
         self._requested_stop: int | None = None
         self._ended = False
         self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
         self._batches = iter(stream)
         ensure_folder(self.run_dir, world)
+        path, say = self.run_dir / "nonfinite.jsonl", self.reporter.say
+        self._finite = FiniteGuard(config.max_nonfinite_steps, path, world, say)
+        warmup = config.chunk_schedule.ratio_warmup
+        self._watch = RunWatch(config.watch, warmup)
+        self._warnings: list[str] = []
         # Every rank samples its own noise from here on; weights were made from the common seed.
         set_seed(config.seed + 1 + world.rank)
 
@@ -98,6 +106,10 @@ class Trainer:
     def progress(self) -> float:
         """Share of the run that is done, 0 to 1."""
         return run_progress(self.config, self.step_number, self.seconds)
+
+    @property
+    def nonfinite_steps(self) -> int:
+        return self._finite.steps
 
     def request_stop(self, signal_number: int, frame: Any = None) -> None:
         """Signal handler: ends the run after the present step with a checkpoint;
@@ -124,7 +136,7 @@ class Trainer:
         supervised, used = self._count(batches)
         if not used:
             return None
-        rates = self._set_learning_rates()
+        rates, targets = self._set_learning_rates(), self._chunks.set(self.progress)
         is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
         logged = (
             is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
@@ -142,14 +154,18 @@ class Trainer:
         metrics = statistics.reduce_losses(self.world.size, self.world.device)
         norm = self.engine.step(cancel=not math.isfinite(metrics["loss"]))
         self.step_number += 1
-        metrics |= {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
-        self._watch_finite(metrics, batches)
+        metrics |= targets | {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
+        self._finite.look(self.step_number, metrics, (key for b in batches for key in b.keys))
         self._advance_clock(time.perf_counter() - started, waited)
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
         metrics = {**counters, **metrics}
         if logged:
             metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
             metrics |= self._interval_metrics()
+        self._warn(self._watch.look(metrics, self.progress))
+        if logged:
+            if self._warnings:
+                metrics["warnings"], self._warnings = self._warnings, []
             if self.world.is_main:
                 append_line(self.run_dir / "metrics.jsonl", metrics)
         return metrics
@@ -208,33 +224,11 @@ class Trainer:
             group["lr"] = group["peak_lr"] * factor
         return self.config.learning_rate * factor
 
-    def _watch_finite(self, metrics: dict[str, Any], batches: list[Any]) -> None:
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-        self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
-        self.nonfinite_steps += not finite
-        metrics["nonfinite_steps"] = self.nonfinite_steps
-        if finite:
-            return
-        keys = gather_objects([key for batch in batches for key in batch.keys])
-        what = "loss" if not math.isfinite(metrics["loss"]) else "gradient"
-        if self.world.is_main:
-            line = {
-                "step": self.step_number,
-                "what": what,
-                "loss": metrics["loss"],
-                "keys_by_rank": keys,
-            }
-            append_line(self.run_dir / "nonfinite.jsonl", line)
-        self.reporter.say(
-            f"warning: the {what} of step {self.step_number} is not finite; the step is skipped "
-            f"({self.nonfinite_steps} so far; keys in {self.run_dir / 'nonfinite.jsonl'})"
-        )
-        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
-            raise UserError(
-                f"the {what} was not finite in {self._nonfinite_in_a_row} steps in a row, up to "
-                f"step {self.step_number}; lower training.learning_rate or look at the samples in "
-                f"{self.run_dir / 'nonfinite.jsonl'}"
-            )
+    def _warn(self, warnings: list[str]) -> None:
+        """Says them now; the next line of metrics.jsonl holds them."""
+        for text in warnings:
+            self.reporter.say(f"warning: step {self.step_number}: {text}")
+            self._warnings.append(text)
 
     def _advance_clock(self, seconds: float, waited: float) -> None:
         self.seconds += seconds
@@ -307,7 +301,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "nonfinite_steps": self.nonfinite_steps,
-            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "nonfinite_in_a_row": self._finite.in_a_row,
         }
         folder = self.run_dir / "checkpoints"
         return save_checkpoint(
@@ -331,8 +325,9 @@ class Trainer:
         self._batches = iter(self.stream)
         self.step_number = counters["step"]
         self.samples, self.tokens = counters["samples"], counters["tokens"]
-        self.seconds, self.nonfinite_steps = counters["seconds"], counters["nonfinite_steps"]
-        self._nonfinite_in_a_row = counters["nonfinite_in_a_row"]
+        self.seconds, self._finite.steps = counters["seconds"], counters["nonfinite_steps"]
+        self._finite.in_a_row = counters["nonfinite_in_a_row"]
+        self._chunks.set(self.progress)
         if self.world.is_main:
             for name in ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl"):
                 drop_lines_after(self.run_dir / name, self.step_number)
