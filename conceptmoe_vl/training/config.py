@@ -23,6 +23,7 @@ from conceptmoe_vl.errors import UserError
 from .checks import require as _require
 from .checks import require_known as _require_known
 from .chunk_schedule import ChunkSchedule
+from .loggers import LOGGERS
 from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
 
@@ -99,6 +100,8 @@ class TrainingConfig:
         final_learning_rate: share of the peak rate that is left at the end.
         chunk_schedule: ratio warm-up and other values of `model.chunk` that move along the run.
         watch: when the run warns of its ratio, its router and idle experts.
+        loggers: where metrics go beside metrics.jsonl: tensorboard, wandb, trackio.
+        logger_options: keyword arguments of each logger's start, by its name.
         log_every: steps between two lines of metrics.jsonl; the first step is always logged, and
             the last one of a run that ends by steps.
         checkpoint_every: steps between two checkpoints; 0 writes one at the end of the run alone.
@@ -133,6 +136,8 @@ class TrainingConfig:
     final_learning_rate: float = 0.0
     chunk_schedule: ChunkSchedule = dataclasses.field(default_factory=ChunkSchedule)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    loggers: list = dataclasses.field(default_factory=list)
+    logger_options: dict = dataclasses.field(default_factory=dict)
     log_every: int = 10
     checkpoint_every: int = 0
     checkpoint_at_end: bool = True
@@ -188,6 +193,8 @@ class TrainingConfig:
         )
         _require_known(self.part_learning_rates, PARTS, "training.part_learning_rates")
         _require_known(self.freeze, PARTS, "training.freeze")
+        _require_known(self.loggers, LOGGERS, "training.loggers")
+        _require_known(self.logger_options, self.loggers, "training.logger_options")
 
 
 @dataclasses.dataclass

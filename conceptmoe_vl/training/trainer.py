@@ -33,7 +33,8 @@ from .health import FiniteGuard
 from .metrics import StepStatistics, peak_memory_bytes
 from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
-from .run_files import append_line, drop_lines_after, random_state, set_random_state, set_seed
+from .run_files import drop_lines_after, random_state, set_random_state, set_seed
+from .run_log import RunLog
 from .schedule import learning_rate_factor, run_progress
 from .watch import RunWatch
 
@@ -98,7 +99,7 @@ class Trainer:
         self._finite = FiniteGuard(config.max_nonfinite_steps, path, world, say)
         warmup = config.chunk_schedule.ratio_warmup
         self._watch = RunWatch(config.watch, warmup)
-        self._warnings: list[str] = []
+        self._log = RunLog(self.run_dir, config, world, say)
         # Every rank samples its own noise from here on; weights were made from the common seed.
         set_seed(config.seed + 1 + world.rank)
 
@@ -162,12 +163,9 @@ class Trainer:
         if logged:
             metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
             metrics |= self._interval_metrics()
-        self._warn(self._watch.look(metrics, self.progress))
+        self._log.warn(self.step_number, self._watch.look(metrics, self.progress))
         if logged:
-            if self._warnings:
-                metrics["warnings"], self._warnings = self._warnings, []
-            if self.world.is_main:
-                append_line(self.run_dir / "metrics.jsonl", metrics)
+            self._log.metrics(metrics)
         return metrics
 
     def _fetch(self) -> list[Any]:
@@ -224,12 +222,6 @@ class Trainer:
             group["lr"] = group["peak_lr"] * factor
         return self.config.learning_rate * factor
 
-    def _warn(self, warnings: list[str]) -> None:
-        """Says them now; the next line of metrics.jsonl holds them."""
-        for text in warnings:
-            self.reporter.say(f"warning: step {self.step_number}: {text}")
-            self._warnings.append(text)
-
     def _advance_clock(self, seconds: float, waited: float) -> None:
         self.seconds += seconds
         self._interval_seconds += seconds
@@ -266,10 +258,14 @@ class Trainer:
                     self.save_checkpoint()
                 if self._is_due(self._evaluate_every):
                     self.evaluate()
+        except UserError:
+            self._log.close()
+            raise
         finally:
             self.reporter.close()
         if last is not None:
             self._finish()
+        self._log.close()
         return last
 
     def _finish(self) -> None:
@@ -375,8 +371,7 @@ class Trainer:
             "supervised_tokens": int(count),
         }
         result |= {key: reduced[key] for key in ("ratio", "ratio_image", "ratio_text")}
-        if self.world.is_main:
-            append_line(self.run_dir / "evaluation.jsonl", result)
+        self._log.evaluation(result)
         self.reporter.say(f"held-out loss {result['lm_loss']:.4f} after step {self.step_number}")
         return result
 
