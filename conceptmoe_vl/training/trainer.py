@@ -155,7 +155,7 @@ class Trainer:
         metrics = statistics.reduce_losses(self.world.size, self.world.device)
         norm = self.engine.step(cancel=not math.isfinite(metrics["loss"]))
         self.step_number += 1
-        metrics |= targets | {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
+        metrics |= {**targets, **rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
         self._finite.look(self.step_number, metrics, (key for b in batches for key in b.keys))
         self._advance_clock(time.perf_counter() - started, waited)
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
@@ -215,12 +215,13 @@ class Trainer:
             )
         return supervised, used
 
-    def _set_learning_rates(self) -> float:
-        """Sets every group's rate; returns the rate of parts without one of their own."""
+    def _set_learning_rates(self) -> dict[str, Any]:
+        """Sets every group's rate; returns that of most parts, and of those with their own."""
         factor = learning_rate_factor(self.config, self.progress)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-        return self.config.learning_rate * factor
+        own = {part: peak * factor for part, peak in self.config.part_learning_rates.items()}
+        return {"lr": self.config.learning_rate * factor, **({"lr_by_part": own} if own else {})}
 
     def _advance_clock(self, seconds: float, waited: float) -> None:
         self.seconds += seconds
