@@ -49,6 +49,7 @@ class AuxiliaryLosses:
         tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by
             modality; ratio_by_target: by drawn ratio (None without `target_ratios`).
         load_LE: share of slots per executed MoE layer, a list of `[E]` tensors.
+        entropy_L: mean entropy of the router's choice in the same layers, over log E.
     """
 
     ratio: Tensor
@@ -58,6 +59,7 @@ class AuxiliaryLosses:
     ratio_by_modality: dict[str, Tensor]
     ratio_by_target: dict[float, Tensor] | None
     load_LE: list[Tensor]
+    entropy_L: list[Tensor]
 
 
 def auxiliary_losses(
@@ -81,7 +83,9 @@ def auxiliary_losses(
     values = values or ChunkValues.of(chunk)
     parts = [_ratio_sums(chunk, boundaries, image_T, layout, values)]
     for router in routers:
-        scalars = torch.stack((router.z.double(), router.z.new_tensor(router.tokens).double()))
+        entropy = router.z.new_zeros(()) if router.entropy is None else router.entropy
+        tokens = router.z.new_tensor(router.tokens)
+        scalars = torch.stack((router.z.double(), tokens.double(), entropy.double()))
         parts += [router.slots_E.double(), router.probability_E.double(), scalars]
     sums = torch.cat(parts)
     if filler:
@@ -91,14 +95,15 @@ def auxiliary_losses(
     parts = list(sums.split([part.numel() for part in parts]))
     # drawn ratios x modalities (text, image) x (sum of p, sum of b, tokens)
     by_target, sample = parts[0][:-2].view(-1, 2, 3), parts[0][-2:]
-    balances, z_losses, loads = [], [], []
+    balances, z_losses, loads, entropies = [], [], [], []
     for index in range(len(routers)):
-        slots_E, probability_E, (z, tokens) = parts[1 + 3 * index : 4 + 3 * index]
+        slots_E, probability_E, (z, tokens, entropy) = parts[1 + 3 * index : 4 + 3 * index]
         load_E = slots_E / slots_E.sum().clamp(min=1)
         # 1 for uniform routing, E when one expert takes all.
         balances.append(load_E.numel() * (load_E * probability_E / tokens.clamp(min=1)).sum())
         z_losses.append(z / tokens.clamp(min=1))
         loads.append(load_E.float())
+        entropies.append((entropy / tokens.clamp(min=1)).detach().float())
     zero = sums.new_zeros(())
     counted_R23 = by_target.detach()
     counted = counted_R23.sum(0)
@@ -117,6 +122,7 @@ def auxiliary_losses(
         if boundaries.target_G is not None
         else None,
         load_LE=loads,
+        entropy_L=entropies,
     )
 
 

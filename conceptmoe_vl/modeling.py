@@ -308,6 +308,12 @@ class ConceptMoEVLForConditionalGeneration(
             for stage, layers in states.routers.items()
             if layers
         }
+        entropies = iter(losses.entropy_L)
+        output.router_entropy = {
+            stage: torch.stack([next(entropies) for _ in layers])
+            for stage, layers in states.routers.items()
+            if layers
+        }
         output.ratio_loss, output.balance_loss = losses.ratio, losses.balance
         output.router_z_loss = losses.router_z
         if labels is None:

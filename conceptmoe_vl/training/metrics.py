@@ -37,6 +37,10 @@ class StepStatistics:
     Args:
         image_token_id: the placeholder of image tokens; None in text-only models.
         detailed: also collect losses by source and modality and the experts' load.
+
+    Attributes:
+        relative_load: by stage, `[layers][E]` loads over their fair share; empty before details are
+            reduced.
     """
 
     def __init__(self, image_token_id: int | None, detailed: bool = True) -> None:
@@ -46,6 +50,8 @@ class StepStatistics:
         self._documents = torch.zeros(len(_MODALITIES), 3, dtype=torch.float64)
         self._by_group: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self._load: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+        self._entropy: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+        self.relative_load: dict[str, list[list[float]]] = {}
         self._by_target: dict[float, torch.Tensor] = {}
 
     def add(self, batch: Any, out: Any) -> None:
@@ -62,6 +68,8 @@ class StepStatistics:
         self._by_target = getattr(chunks, "ratio_by_target", None) or {}
         for stage, load in (getattr(out, "expert_load", None) or {}).items():
             self._load[stage].append(load.detach().double().cpu())
+        for stage, entropy in (getattr(out, "router_entropy", None) or {}).items():
+            self._entropy[stage].append(entropy.double().cpu())
 
     def _count_chunks(self, batch: Any, chunks: Any) -> torch.Tensor:
         """`[2, counts]` of one micro-batch, by modality; forced boundaries are those of p = 1."""
@@ -161,6 +169,7 @@ class StepStatistics:
                 counts[source].update(numbers)
             for stage, values in rank_load.items():
                 loads[stage].append(values)
+        self.relative_load = {stage: _over_fair_share(values) for stage, values in loads.items()}
         means = {group: total / count for group, (total, count) in sorted(totals.items()) if count}
         details: dict[str, Any] = {
             "lm_loss_text": means.get("text"),
@@ -170,7 +179,14 @@ class StepStatistics:
                 for group, mean in means.items()
                 if group.startswith("source:")
             },
-            "expert_load": {stage: _load_extremes(values) for stage, values in loads.items()},
+            "expert_load": {
+                stage: _load_extremes(values) for stage, values in self.relative_load.items()
+            },
+            # The model has summed it over ranks.
+            "router_entropy": {
+                stage: round(float(torch.stack(values).mean()), 6)
+                for stage, values in self._entropy.items()
+            },
             "skipped": dict(sorted(skips.items())),
             "delivered_by_source": {source: dict(counts[source]) for source in sorted(counts)},
         }
@@ -181,13 +197,16 @@ class StepStatistics:
         return details
 
 
-def _load_extremes(loads: list) -> dict[str, float]:
-    """Largest and smallest load of any expert, over its fair share (1 is balanced);
-    `loads` [ranks, layers, E].
-    """
-    relative = torch.tensor(loads, dtype=torch.float64).mean(0)
-    relative = relative * relative.shape[-1]
-    return {"max": round(float(relative.max()), 4), "min": round(float(relative.min()), 4)}
+def _over_fair_share(loads: list) -> list[list[float]]:
+    """`[layers, E]` loads over their fair share (1 is balanced) from `[ranks, layers, E]` ones."""
+    mean = torch.tensor(loads, dtype=torch.float64).mean(0)
+    return (mean * mean.shape[-1]).tolist()
+
+
+def _load_extremes(relative: list[list[float]]) -> dict[str, float]:
+    """Largest and smallest load of any expert in any layer."""
+    every = [load for layer in relative for load in layer]
+    return {"max": round(max(every), 4), "min": round(min(every), 4)}
 
 
 def _share(total: float, count: float) -> float | None:
@@ -218,6 +237,28 @@ def _document_metrics(values: list[float]) -> dict[str, float | None]:
         result[f"documents_without_boundary_{modality}"] = _share(none, present)
         result[f"documents_all_boundary_{modality}"] = _share(every, present)
     return result
+
+
+class Speed:
+    """Tokens and time since the last logged step."""
+
+    def __init__(self) -> None:
+        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
+
+    def add(self, seconds: float, waited: float) -> None:
+        """Takes a step's duration, and the part of it spent waiting for data."""
+        self._seconds += seconds
+        self._waited += waited
+
+    def take(self) -> dict[str, float]:
+        """tokens_per_second and data_wait_share; starts anew."""
+        seconds = max(self._seconds, 1e-9)
+        speed = {
+            "tokens_per_second": self.tokens / seconds,
+            "data_wait_share": self._waited / seconds,
+        }
+        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
+        return speed
 
 
 def peak_memory_bytes(device: torch.device) -> int:

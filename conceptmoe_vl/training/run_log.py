@@ -60,6 +60,12 @@ class RunLog:
         held_out = {key: value for key, value in result.items() if key != "step"}
         self._loggers.log(result["step"], {"step": result["step"], "held_out": held_out})
 
+    def rollback(self, step: int, to_step: int, losses: list[float], samples: int) -> None:
+        """A line of rollbacks.jsonl: where the spike was, where the run went, what it skipped."""
+        event = {"step": step, "to_step": to_step, "losses": losses, "samples_skipped": samples}
+        if self._world.is_main:
+            append_line(self._run_dir / "rollbacks.jsonl", event)
+
     def close(self) -> None:
         """Lets the loggers write what waits."""
         self._loggers.close()

@@ -23,17 +23,24 @@ import torch
 
 from conceptmoe_vl.errors import UserError
 
-from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    checkpoint_before,
+    find_checkpoint,
+    load_checkpoint,
+    require_unused,
+    save_checkpoint,
+)
 from .chunk_schedule import ChunkScheduler
 from .config import TrainingConfig
-from .distributed import World, ensure_folder, gather_objects, sum_over_ranks, wait_for_all
+from .distributed import World, ensure_folder, sum_over_ranks, wait_for_all
 from .engine import build_engine
 from .export import export_model
-from .health import FiniteGuard
-from .metrics import StepStatistics, peak_memory_bytes
+from .health import FiniteGuard, SpikeGuard
+from .held_out import evaluate_held_out
+from .metrics import Speed, StepStatistics, peak_memory_bytes
 from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
-from .run_files import drop_lines_after, random_state, set_random_state, set_seed
+from .run_files import drop_lines_after, set_seed
 from .run_log import RunLog
 from .schedule import learning_rate_factor, run_progress
 from .watch import RunWatch
@@ -92,13 +99,13 @@ class Trainer:
         self.stopped_by: int | None = None
         self._requested_stop: int | None = None
         self._ended = False
-        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
+        self._speed = Speed()
         self._batches = iter(stream)
         ensure_folder(self.run_dir, world)
         path, say = self.run_dir / "nonfinite.jsonl", self.reporter.say
         self._finite = FiniteGuard(config.max_nonfinite_steps, path, world, say)
-        warmup = config.chunk_schedule.ratio_warmup
-        self._watch = RunWatch(config.watch, warmup)
+        self._watch = RunWatch(config.watch, config.chunk_schedule.ratio_warmup)
+        self._spikes = SpikeGuard(config.spike_guard)
         self._log = RunLog(self.run_dir, config, world, say)
         # Every rank samples its own noise from here on; weights were made from the common seed.
         set_seed(config.seed + 1 + world.rank)
@@ -157,13 +164,21 @@ class Trainer:
         self.step_number += 1
         metrics |= {**targets, **rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
         self._finite.look(self.step_number, metrics, (key for b in batches for key in b.keys))
-        self._advance_clock(time.perf_counter() - started, waited)
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self._speed.add(seconds, waited)
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
         metrics = {**counters, **metrics}
         if logged:
             metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
-            metrics |= self._interval_metrics()
-        self._log.warn(self.step_number, self._watch.look(metrics, self.progress))
+            metrics |= self._speed.take()
+            metrics |= {
+                "peak_memory": peak_memory_bytes(self.world.device),
+                "seconds": self.seconds,
+                "epoch": getattr(self.stream, "epoch", 0),
+            }
+        warnings = self._watch.look(metrics, self.progress, statistics.relative_load)
+        self._log.warn(self.step_number, warnings)
         if logged:
             self._log.metrics(metrics)
         return metrics
@@ -207,7 +222,7 @@ class Trainer:
             self.stopped_by = self._requested_stop or int(signal.SIGTERM)
         self.samples += int(samples)
         self.tokens += int(tokens)
-        self._interval_tokens += int(tokens)
+        self._speed.tokens += int(tokens)
         if not supervised:
             self.reporter.say(
                 f"warning: step {self.step_number + 1} has no supervised token on any rank; only "
@@ -223,24 +238,6 @@ class Trainer:
         own = {part: peak * factor for part, peak in self.config.part_learning_rates.items()}
         return {"lr": self.config.learning_rate * factor, **({"lr_by_part": own} if own else {})}
 
-    def _advance_clock(self, seconds: float, waited: float) -> None:
-        self.seconds += seconds
-        self._interval_seconds += seconds
-        self._interval_wait += waited
-
-    def _interval_metrics(self) -> dict[str, Any]:
-        """Speed since the last logged step, then starts a new interval."""
-        seconds = max(self._interval_seconds, 1e-9)
-        metrics = {
-            "tokens_per_second": self._interval_tokens / seconds,
-            "data_wait_share": self._interval_wait / seconds,
-            "peak_memory": peak_memory_bytes(self.world.device),
-            "seconds": self.seconds,
-            "epoch": getattr(self.stream, "epoch", 0),
-        }
-        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
-        return metrics
-
     def train(self) -> dict[str, Any] | None:
         """Runs to the end of the run: steps, checkpoints, evaluations. Collective.
 
@@ -254,6 +251,9 @@ class Trainer:
                 if metrics is None:
                     break
                 last = metrics
+                if self._spikes.look(metrics["lm_loss"]):
+                    self.roll_back()
+                    continue
                 self.reporter.update(metrics, self.progress)
                 if self._is_due(self.config.checkpoint_every):
                     self.save_checkpoint()
@@ -299,6 +299,7 @@ class Trainer:
             "seconds": self.seconds,
             "nonfinite_steps": self.nonfinite_steps,
             "nonfinite_in_a_row": self._finite.in_a_row,
+            "spikes": self._spikes.state_dict(),
         }
         folder = self.run_dir / "checkpoints"
         return save_checkpoint(
@@ -314,34 +315,59 @@ class Trainer:
         Raises:
             UserError: the checkpoint is damaged or was written by a run of another shape.
         """
-        path = find_checkpoint(self.run_dir / "checkpoints", self.config.resume)
+        folder, say = self.run_dir / "checkpoints", self.reporter.say
+        path = find_checkpoint(folder, self.config.resume, self.world, say)
         if path is None:
-            self._require_unused()
+            require_unused(self.run_dir)
             return False
         counters = load_checkpoint(path, self.engine, self.stream, self.config, self.world)
         self._batches = iter(self.stream)
-        self.step_number = counters["step"]
-        self.samples, self.tokens = counters["samples"], counters["tokens"]
         self.seconds, self._finite.steps = counters["seconds"], counters["nonfinite_steps"]
         self._finite.in_a_row = counters["nonfinite_in_a_row"]
-        self._chunks.set(self.progress)
-        if self.world.is_main:
-            for name in ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl"):
-                drop_lines_after(self.run_dir / name, self.step_number)
-        wait_for_all()
+        self._spikes.load_state_dict(counters["spikes"])
+        self._go_to(counters, "metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl")
         self.reporter.say(f"resumed from {path} after step {self.step_number}")
         return True
 
-    def _require_unused(self) -> None:
-        """Raises if another run's metrics are in the way of a fresh start."""
-        path = self.run_dir / "metrics.jsonl"
-        if any(gather_objects(path.exists() and path.stat().st_size > 0)):
-            raise UserError(
-                f"{self.run_dir} holds a run without a checkpoint to resume from (or "
-                "training.resume=never); give another run_dir, or remove that folder"
-            )
+    def _go_to(self, counters: dict[str, Any], *files: str) -> None:
+        """Takes a checkpoint's place in the run; drops the files' lines of later steps."""
+        self.step_number = counters["step"]
+        self.samples, self.tokens = counters["samples"], counters["tokens"]
+        self._chunks.set(self.progress)
+        if self.world.is_main:
+            for name in files:
+                drop_lines_after(self.run_dir / name, self.step_number)
+        wait_for_all()
 
-    @torch.no_grad()
+    def roll_back(self) -> bool:
+        """Goes on from the newest checkpoint before the spike, with the data after it. Collective.
+
+        The data since that checkpoint are not seen again: a checkpoint written at once says so.
+
+        Returns:
+            Whether there was a checkpoint.
+        """
+        step, losses = self.step_number, list(self._spikes.losses)
+        folder, say = self.run_dir / "checkpoints", self.reporter.say
+        path = checkpoint_before(folder, step - len(losses) + 1, self.world, say)
+        shown = ", ".join(f"{loss:.3f}" for loss in losses)
+        what = f"the language loss spiked ({shown})"
+        if path is None:
+            self._spikes.give_in()
+            self._log.warn(step, [f"{what}, and there is no checkpoint to go back to"])
+            return False
+        seen = self.samples
+        counters = load_checkpoint(path, self.engine, None, self.config, self.world)
+        self._spikes.went_back()
+        self._go_to(counters, "metrics.jsonl", "evaluation.jsonl")
+        skipped = seen - self.samples
+        self._log.rollback(step, self.step_number, losses, skipped)
+        self.save_checkpoint()
+        self._log.warn(
+            step, [f"{what}; back to step {self.step_number}, {skipped} samples skipped"]
+        )
+        return True
+
     def evaluate(self) -> dict[str, Any]:
         """Loss and ratio on the held-out batches, without touching the training stream. Collective.
 
@@ -351,27 +377,10 @@ class Trainer:
         """
         if self._held_out is None:
             raise UserError("there is no held-out data: set evaluation.data")
-        module, before = self.engine.module, random_state(self.world.device)
-        module.eval()
-        statistics, supervised, number = StepStatistics(self._image_token_id, detailed=False), 0, 0
-        for batch in self._held_out():
-            batch = batch.to(self.world.device)
-            statistics.add(
-                batch, self.engine.forward(**batch.model_inputs(), num_items_in_batch=1.0)
-            )
-            supervised, number = supervised + batch.num_supervised, number + 1
-        module.train()
-        set_random_state(before, self.world.device)
-        reduced = statistics.reduce_losses(self.world.size, self.world.device)
-        total, count = sum_over_ranks(
-            [reduced["lm_loss"] * number, float(supervised)], self.world.device
-        )
         result = {
             "step": self.step_number,
-            "lm_loss": total / max(count, 1),
-            "supervised_tokens": int(count),
+            **evaluate_held_out(self.engine, self._held_out(), self._image_token_id, self.world),
         }
-        result |= {key: reduced[key] for key in ("ratio", "ratio_image", "ratio_text")}
         self._log.evaluation(result)
         self.reporter.say(f"held-out loss {result['lm_loss']:.4f} after step {self.step_number}")
         return result

@@ -13,6 +13,7 @@ from typing import Any
 from .checks import require, require_share
 
 _WHERE = "training.watch"
+_NAMED = 8  # idle experts in one warning
 
 
 @dataclasses.dataclass
@@ -77,17 +78,25 @@ class RunWatch:
         self._present: set[str] = set()
         self._idle: dict[tuple[str, int, int], int] = {}
 
-    def look(self, metrics: dict[str, Any], progress: float) -> list[str]:
+    def look(
+        self,
+        metrics: dict[str, Any],
+        progress: float,
+        loads: dict[str, list[list[float]]] | None = None,
+    ) -> list[str]:
         """The warnings that this step's metrics begin.
 
         Args:
             metrics: of the step. progress: share of the run, 0 to 1.
+            loads: of a logged step, by stage `[layers][E]` loads over their fair share.
         """
         found = []
         for suffix in ("", "_image", "_text"):
             found += self._look_at_ratio(metrics, suffix, progress)
         for suffix in ("_image", "_text"):
             found += self._look_at_boundaries(metrics, suffix)
+        for stage, layers in (loads or {}).items():
+            found += self._look_at_experts(stage, layers)
         return found
 
     def _mean(self, name: str, value: float) -> float | None:
@@ -146,6 +155,28 @@ class RunWatch:
                 "nothing; lower training.part_learning_rates.chunk, or start from an earlier "
                 "checkpoint",
             ),
+        ]
+
+    def _look_at_experts(self, stage: str, layers: list[list[float]]) -> list[str]:
+        """Names all idle experts of a stage when another one has become so."""
+        lines, least = self._config.idle_lines, self._config.least_expert_load
+        if not lines:
+            return []
+        idle, new = [], False
+        for layer, loads in enumerate(layers):
+            for expert, load in enumerate(loads):
+                place = (stage, layer, expert)
+                self._idle[place] = self._idle.get(place, 0) + 1 if load < least else 0
+                new |= self._idle[place] == lines
+                if self._idle[place] >= lines:
+                    idle.append(f"layer {layer} expert {expert}")
+        if not new:
+            return []
+        more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+        return [
+            f"{len(idle)} of {sum(map(len, layers))} experts of the {stage} stage had less than "
+            f"{least:.0%} of their fair load in the last {lines} logged steps: "
+            f"{', '.join(idle[:_NAMED])}{more}; raise model.text.balance_loss_weight"
         ]
 
 
