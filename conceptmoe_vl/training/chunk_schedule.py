@@ -13,6 +13,7 @@ from torch import nn
 from conceptmoe_vl.chunk import THRESHOLD, ChunkModule
 from conceptmoe_vl.chunk_values import ChunkValues
 from conceptmoe_vl.configuration import ChunkConfig
+from conceptmoe_vl.errors import UserError
 
 from .checks import require, require_share
 
@@ -105,20 +106,27 @@ class ChunkScheduler:
     Args:
         model: the model; one without a chunk module is left as it is.
         schedule: the section `training.chunk_schedule`.
+
+    Raises:
+        UserError: the schedule moves something that this model does not use.
     """
 
     def __init__(self, model: nn.Module, schedule: ChunkSchedule) -> None:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         self._module = next((m for m in modules if isinstance(m, ChunkModule)), None)
         self._schedule = schedule
-        if self._module is not None and self._module.config.router in ("none", "fixed"):
-            router = self._module.config.router
-            moved = schedule.tau_start if router == "fixed" else schedule.ratio_start
-            require(
-                moved is None,
-                f"training.chunk_schedule moves what chunk.router {router} does not use; leave "
-                f"{'tau_start' if router == 'fixed' else 'ratio_start'} out",
-            )
+        if self._module is not None:
+            _require_effect(schedule, self._module.config)
+
+    def unfinished(self) -> list[str]:
+        """What the export of a model in mid warm-up should say."""
+        values = None if self._module is None else self._module.schedule
+        if values is None or values.share >= 1:
+            return []
+        return [
+            f"the ratio's warm-up had come {values.share:.0%} of its way when the run ended; the "
+            "exported model has the configured ratio and threshold"
+        ]
 
     def set(self, progress: float) -> dict[str, Any]:
         """Sets the values of this share of the run; returns them for the metrics.
@@ -140,6 +148,34 @@ class ChunkScheduler:
             "ratio_loss_weight": values.ratio_loss_weight,
             "boundary_threshold": values.threshold,
         }
+
+
+def _require_effect(schedule: ChunkSchedule, chunk: ChunkConfig) -> None:
+    """Raises `UserError` for the first start that moves nothing."""
+    learned = chunk.router in ("cosine", "linear")
+    own = (chunk.target_ratio, chunk.image_target_ratio, chunk.text_target_ratio)
+    highest = max(ratio for ratio in (*own, *(chunk.target_ratios or ())) if ratio is not None)
+    start = schedule.ratio_start
+    for name, has_effect, because in (
+        ("ratio_start", chunk.router != "none", f"chunk.router is {chunk.router}"),
+        (
+            "ratio_start",
+            start is None or start < highest,
+            f"no target ratio is above it (the highest is {highest:g})",
+        ),
+        (
+            "tau_start",
+            learned and chunk.noise == "bernoulli",
+            f"chunk.router is {chunk.router} and chunk.noise {chunk.noise}",
+        ),
+        ("ratio_loss_weight_start", learned, f"chunk.router is {chunk.router}"),
+    ):
+        value = getattr(schedule, name)
+        if value is not None and not has_effect:
+            raise UserError(
+                f"training.chunk_schedule.{name} is {value:g}, which has no effect: {because}; "
+                "leave it out"
+            )
 
 
 def ratio_targets(chunk: ChunkConfig, values: ChunkValues) -> dict[str, float | None]:

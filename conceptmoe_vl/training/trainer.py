@@ -350,8 +350,7 @@ class Trainer:
         step, losses = self.step_number, list(self._spikes.losses)
         folder, say = self.run_dir / "checkpoints", self.reporter.say
         path = checkpoint_before(folder, step - len(losses) + 1, self.world, say)
-        shown = ", ".join(f"{loss:.3f}" for loss in losses)
-        what = f"the language loss spiked ({shown})"
+        what = f"the language loss spiked ({', '.join(f'{loss:.3f}' for loss in losses)})"
         if path is None:
             self._spikes.give_in()
             self._log.warn(step, [f"{what}, and there is no checkpoint to go back to"])
@@ -392,6 +391,7 @@ class Trainer:
             RuntimeError: a saved weight is missing or has not its full shape.
         """
         target = self.run_dir / "model"
+        self._log.warn(self.step_number, self._chunks.unfinished())
         weights = self.engine.gather_weights()
         if weights is not None:
             export_model(self.engine.module, weights, target, self._processor, self._generation)

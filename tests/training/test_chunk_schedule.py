@@ -8,10 +8,15 @@ import re
 import pytest
 import torch
 
+from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import Trainer, TrainingConfig, World
-from conceptmoe_vl.training.chunk_schedule import ChunkSchedule, ratio_targets
+from conceptmoe_vl.training.chunk_schedule import (
+    ChunkSchedule,
+    ChunkScheduler,
+    ratio_targets,
+)
 from conceptmoe_vl.training.watch import RunWatch, WatchConfig
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
@@ -72,9 +77,32 @@ def test_mistakes(fields, message):
         ChunkSchedule(**fields)
 
 
-def test_a_schedule_of_what_a_router_does_not_use_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"chunk\.router none does not use; leave ratio_start out"):
-        trainer(tmp_path, router="none")
+@pytest.mark.parametrize(
+    ("fields", "chunk", "message"),
+    [
+        (
+            {"ratio_start": 1.0},
+            {"router": "none"},
+            "ratio_start is 1, which has no effect: chunk.r",
+        ),
+        ({"ratio_start": 2.0}, {}, r"no target ratio is above it \(the highest is 2\); leave"),
+        ({"tau_start": 2.0}, {"noise": "none"}, "tau_start is 2, .* and chunk.noise none"),
+        ({"ratio_loss_weight_start": 0.0}, {"router": "fixed"}, "weight_start is 0, .* is fixed"),
+    ],
+)
+def test_a_start_without_effect_is_refused(fields, chunk, message):
+    with pytest.raises(UserError, match=message):
+        ChunkScheduler(tiny_model(**chunk), ChunkSchedule(**fields))
+
+
+def test_a_model_exported_in_mid_warm_up_is_warned_of(tmp_path, capsys):
+    run = trainer(tmp_path)
+    for _ in range(3):
+        run.step()
+    run.export()
+    assert "warm-up had come 50% of its way when the run ended" in capsys.readouterr().err
+    loaded = ConceptMoEVLForConditionalGeneration.from_pretrained(tmp_path / "model")
+    assert loaded.language_model.chunk.values.threshold == 0.5
 
 
 def test_targets_by_scope_and_over_drawn_ratios():
