@@ -102,11 +102,12 @@ def train(arguments: list[str] | None = None) -> int:
         training.engine, training.device, training.timeout_minutes, training.threads
     )
     trainer = build_trainer(config, world)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, trainer.request_stop)
     trainer.train()
     if trainer.stopped_by is not None:
-        return 128 + trainer.stopped_by
+        status = training.stopped_exit_status
+        return 128 + trainer.stopped_by if status is None else status
     trainer.export()
     return 0
 

@@ -286,9 +286,17 @@ class ConceptMoEVLForConditionalGeneration(
     ) -> None:
         """Fills in every loss and the statistics; the total only with labels."""
         text, chunk = self.config.text, self.config.chunk
+        values = self.language_model.chunk.values
         routers = [statistics for stage in states.routers.values() for statistics in stage]
         losses = auxiliary_losses(
-            chunk, states.boundaries, image_T, packed.layout, routers, self.training, filler
+            chunk,
+            states.boundaries,
+            image_T,
+            packed.layout,
+            routers,
+            across_ranks=self.training,
+            filler=filler,
+            values=values,
         )
         assert output.chunks is not None
         output.chunks.ratio = losses.tokens_per_concept
@@ -297,6 +305,12 @@ class ConceptMoEVLForConditionalGeneration(
         loads = iter(losses.load_LE)
         output.expert_load = {
             stage: torch.stack([next(loads) for _ in layers])
+            for stage, layers in states.routers.items()
+            if layers
+        }
+        entropies = iter(losses.entropy_L)
+        output.router_entropy = {
+            stage: torch.stack([next(entropies) for _ in layers])
             for stage, layers in states.routers.items()
             if layers
         }
@@ -311,7 +325,7 @@ class ConceptMoEVLForConditionalGeneration(
         output.lm_loss_per_token, output.supervised_positions = each, positions_S
         output.loss = (
             output.lm_loss
-            + chunk.ratio_loss_weight * output.ratio_loss
+            + values.ratio_loss_weight * output.ratio_loss
             + text.balance_loss_weight * output.balance_loss
             + text.router_z_loss_weight * output.router_z_loss
         )

@@ -6,6 +6,7 @@ DESIGN.md 3.6.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ class RouterStatistics:
         slots_E: `[E]` chosen slots of each expert, no gradient. probability_E: `[E]` summed router
             probabilities, with gradient. z: scalar, summed squared logsumexp of the router logits.
         tokens: T. chosen: K.
+        entropy: scalar, summed entropy of the tokens' router probabilities over log E, no gradient.
     """
 
     slots_E: Tensor
@@ -30,6 +32,7 @@ class RouterStatistics:
     z: Tensor
     tokens: int
     chosen: int
+    entropy: Tensor | None = None
 
 
 class MoEBlock(nn.Module):
@@ -82,12 +85,16 @@ class MoEBlock(nn.Module):
         out_TD = self._with_shared(x_TD, self.experts(x_TD, expert_TK, weight_TK, counts_E))
         if not statistics:
             return out_TD, None
+        norm_T = logits_TE.logsumexp(-1)
+        with torch.no_grad():  # sum of -p log p, as log p = logit - norm
+            entropy = norm_T.sum() - (probability_TE * logits_TE).sum()
         return out_TD, RouterStatistics(
             slots_E=counts_E,
             probability_E=probability_TE.sum(0),
-            z=logits_TE.logsumexp(-1).square().sum(),
+            z=norm_T.square().sum(),
             tokens=x_TD.shape[0],
             chosen=self.num_experts_per_tok,
+            entropy=entropy / math.log(max(logits_TE.shape[1], 2)),
         )
 
     def _with_shared(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
