@@ -59,12 +59,7 @@ def recipe(
             group = title_group(captions.get("en", captions[language]))
             name = str(text.relative_to(path).with_suffix(""))
             entries.append(Entry(name, group, (str(picture), captions[language])))
-    if language not in languages:
-        near = difflib.get_close_matches(language, languages, n=1, cutoff=0.0)
-        raise UserError(
-            f"--language: no stamp has a caption in '{language}'"
-            + (f"; the nearest is '{near[0]}', all: {', '.join(sorted(languages))}" if near else "")
-        )
+    _check_language(language, languages)
     header = {
         "source": NAME,
         "license": "GPL-2, Copyright (c) 2002-2022 Bill Kendrick and contributors",
@@ -72,6 +67,15 @@ def recipe(
         "question": question,
     }
     return split_recipe(header, entries, left_out, partial(make_caption, NAME, question))
+
+
+def _check_language(language: str, languages: Counter[str]) -> None:
+    if language not in languages:
+        near = difflib.get_close_matches(language, languages, n=1, cutoff=0.0)
+        raise UserError(
+            f"--language: no stamp has a caption in '{language}'"
+            + (f"; the nearest is '{near[0]}', all: {', '.join(sorted(languages))}" if near else "")
+        )
 
 
 def read_captions(path: Path) -> dict[str, str]:
