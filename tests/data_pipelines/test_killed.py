@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,36 @@ def test_killed_ranks_deliver_what_unbroken_ones_do(tmp_path, kills):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert found["delivered"] == [[batch.keys, fingerprint(batch)] for batch in unbroken]
         assert found["state"] == json.loads(json.dumps(stream.state_dict()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
+def test_workers_end_with_a_killed_process(tmp_path):
+    """They hold more than the pipe to it takes, so they would wait to hand it over for ever."""
+    data = {"shards": toy_shards(tmp_path / "a", [40]), "tokens_per_batch": 120, "num_workers": 2}
+    settings = {"data": data, "world_size": 1, "batches": 99}
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def one_batch():
+        next(stream := open_stream(settings, 0))
+        sender.send([child.pid for child in multiprocessing.active_children()])
+        time.sleep(HANGS)
+        stream.close()
+
+    process = multiprocessing.get_context("fork").Process(target=one_batch)
+    process.start()
+    workers = receiver.recv()
+    assert len(workers) == 2
+    process.kill()
+    process.join()
+    end = time.monotonic() + 60  # they end at once; torch's own look at their parent is each 5 s
+    while any(map(is_running, workers)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(is_running, workers))
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
