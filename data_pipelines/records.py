@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -61,6 +62,11 @@ def image_members(names: Any) -> list[str]:
     Raises:
         RecordError: two members have the same number, or a number is missing.
     """
+    return list(_image_members(tuple(names)))
+
+
+@functools.lru_cache(maxsize=1024)  # most samples of a data set have the same member names
+def _image_members(names: tuple[str, ...]) -> tuple[str, ...]:
     found = [(int(match[1]), name) for name in names if (match := IMAGE_MEMBER.fullmatch(name))]
     found.sort()
     numbers = [number for number, _ in found]
@@ -70,7 +76,7 @@ def image_members(names: Any) -> list[str]:
             f"the images are numbered {numbers}; name them img0, img1, ... once each",
             "img*",
         )
-    return [name for _, name in found]
+    return tuple(name for _, name in found)
 
 
 def read_record(text: bytes, member_names: Any, default_source: str) -> Conversation:
