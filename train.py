@@ -102,7 +102,8 @@ def train(arguments: list[str] | None = None) -> int:
         training.engine, training.device, training.timeout_minutes, training.threads
     )
     trainer = build_trainer(config, world)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    # Windows has no SIGUSR1.
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
         signal.signal(number, trainer.request_stop)
     trainer.train()
     if trainer.stopped_by is not None:

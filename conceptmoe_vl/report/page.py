@@ -39,7 +39,7 @@ def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
     """Charts by section; those without values in any run are left out when drawn."""
     sources = sorted({key for run in runs for key in run.keys("lm_loss_by_source")})
     parts = sorted({key for run in runs for key in run.keys("lr_by_part")})
-    drawn = sorted({key for run in runs for key in run.keys("ratio_by_target")}, key=float)
+    drawn = sorted({key for run in runs for key in run.keys("ratio_by_target")})
     held_out = Curve("held-out", "held_out/lm_loss", smooth=False, dots=True)
     both = ("image", "text")
     return {

@@ -7,6 +7,7 @@ lines, and is warned of once.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import queue
@@ -192,6 +193,7 @@ class Loggers:
             self._open = [
                 Logger(name, self._opener(name, step), self._warn) for name in self._names
             ]
+            atexit.register(self.close)  # whoever drives a trainer step by step need not close
         for logger in self._open:
             logger.log(step, values)
 
@@ -199,6 +201,7 @@ class Loggers:
         for logger in self._open or []:
             logger.close()
         self._open = None
+        atexit.unregister(self.close)
 
     def _opener(self, name: str, step: int) -> Callable[[], Backend]:
         return lambda: _open(name, self._run_dir, step, self._options.get(name, {}))

@@ -92,6 +92,19 @@ def test_trackio_and_wandb_get_names_steps_and_options(tmp_path, monkeypatch):
         assert client.calls[-1] == ("finish",)
 
 
+def test_a_trainer_driven_by_hand_loses_no_line_at_exit(tmp_path, monkeypatch):
+    client, at_exit = Client("trackio"), []
+    monkeypatch.setitem(sys.modules, "trackio", client)
+    monkeypatch.setattr(loggers.atexit, "register", at_exit.append)
+    config = TrainingConfig(engine="torch", max_steps=9, log_every=1, loggers=["trackio"])
+    run = Trainer(tiny_model(), SyntheticStream(), config, tmp_path, WORLD)
+    for _ in range(2):
+        run.step()
+    (close,) = at_exit
+    close()
+    assert [call[0] for call in client.calls] == ["init", "log", "log", "finish"]
+
+
 def test_a_failing_logger_is_warned_of_once_and_stops_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trackio", Client("trackio", fails_at=2))
     assert [line["step"] for line in train(tmp_path, ["trackio"])] == [1, 2]
