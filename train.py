@@ -28,7 +28,7 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import RunConfig, Trainer, World, distributed, load_run_config
 from conceptmoe_vl.training.build import build_model, prepare_processor, require_same_model
 from data_pipelines.config import DataConfig
-from data_pipelines.shards import iter_texts
+from data_pipelines.opening import iter_source_texts
 from data_pipelines.stream import PackedStream, build_stream
 
 
@@ -73,7 +73,7 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
     """Processor, model, stream and trainer of a run; resumes it if it has a checkpoint."""
     require_same_model(config)
     data = DataConfig.from_mapping(config.data)
-    processor = prepare_processor(config, world, lambda limit: iter_texts(data.all_shards, limit))
+    processor = prepare_processor(config, world, lambda limit: iter_source_texts(data, limit))
     model = build_model(config, processor)
     stream = build_stream(data, processor, world.rank, world.size)
     trainer = Trainer(
@@ -102,11 +102,13 @@ def train(arguments: list[str] | None = None) -> int:
         training.engine, training.device, training.timeout_minutes, training.threads
     )
     trainer = build_trainer(config, world)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Windows has no SIGUSR1.
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
         signal.signal(number, trainer.request_stop)
     trainer.train()
     if trainer.stopped_by is not None:
-        return 128 + trainer.stopped_by
+        status = training.stopped_exit_status
+        return 128 + trainer.stopped_by if status is None else status
     trainer.export()
     return 0
 

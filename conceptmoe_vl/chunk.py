@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conceptmoe_vl.chunk_values import ChunkValues
 from conceptmoe_vl.compression import Dial, recentre
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
@@ -82,11 +83,15 @@ class ChunkModule(nn.Module):
 
     Args:
         config: the `chunk` section. hidden_size: D.
+
+    Attributes:
+        schedule: what training has moved some values of `config` to; None: nothing.
     """
 
     def __init__(self, config: ChunkConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
+        self.schedule: ChunkValues | None = None
         if config.router == "cosine":
             self.q_proj = Linear(hidden_size, hidden_size, bias=False)
             self.k_proj = Linear(hidden_size, hidden_size, bias=False)
@@ -95,6 +100,11 @@ class ChunkModule(nn.Module):
         elif config.router == "linear":
             self.score = Linear(hidden_size, 1)
         self.dial = Dial(config)
+
+    @property
+    def values(self) -> ChunkValues:
+        """The values that hold now."""
+        return self.schedule or ChunkValues.of(self.config)
 
     def forward(
         self,
@@ -116,6 +126,8 @@ class ChunkModule(nn.Module):
             ValueError: the model cannot reach the wanted compression.
         """
         budget = self.dial.budget(compression, kinds.image_T, layout, self.training)
+        if compression is None and self.schedule is not None:
+            budget = self.schedule.move(budget, self.config.router)
         patches = kinds.patches if self.config.image_mode == "grid" else None
         key_TD = self.k_proj(h_TD) if self.config.router == "cosine" else None
         pairs = None
@@ -133,8 +145,9 @@ class ChunkModule(nn.Module):
         raw_T = p_T.detach()
         if budget.threshold_T is None:
             return Boundaries(p_T, self._decide(raw_T, raw_T >= THRESHOLD), parent_P, key_TD, raw_T)
-        p_T = recentre(p_T, budget.threshold_T)
-        mask_T = self._decide(p_T.detach(), raw_T >= budget.threshold_T)
+        threshold_T = budget.threshold_T.to(p_T.device)
+        p_T = recentre(p_T, threshold_T)
+        mask_T = self._decide(p_T.detach(), raw_T >= threshold_T)
         return Boundaries(p_T, mask_T, parent_P, key_TD, raw_T, budget.target_G)
 
     def _sequential_probability(
@@ -179,7 +192,7 @@ class ChunkModule(nn.Module):
             else "none"
         )
         if noise == "bernoulli":
-            return torch.rand_like(p_T) < sharpen(p_T, self.config.tau)
+            return torch.rand_like(p_T) < sharpen(p_T, self.values.tau)
         if noise == "gaussian":
             noisy = p_T + self.config.sigma * torch.randn_like(p_T)
             return torch.where(p_T == 1.0, p_T, noisy) >= THRESHOLD

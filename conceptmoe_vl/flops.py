@@ -94,8 +94,8 @@ class _Layer:
     experts: int
     chosen: int
     expert: int  # parameters of one expert: 3 * D * F
-    shared: int  # parameters of the shared experts
-    norms: int
+    shared: int  # parameters of the shared experts and their gate
+    vectors: int  # norms and biases, which no product counts
     joint: int  # parameters of joint decoding's projections, 0 without
 
     @classmethod
@@ -112,10 +112,15 @@ class _Layer:
             experts=text.experts_of_concepts if concept else text.num_experts,
             chosen=text.experts_per_concept if concept else text.num_experts_per_tok,
             expert=expert,
-            shared=expert * text.num_shared_experts,
-            norms=2 * d + (2 * size if text.qk_norm else 0),
+            shared=3 * d * text.width_of_shared + (d if text.shared_expert_gate else 0),
+            vectors=2 * d + _qk_norms(text) + _biases(text, d),
             joint=d * (query + 2 * key) if joint else 0,
         )
+
+    @property
+    def always(self) -> int:
+        """Parameters that every token passes."""
+        return self.dense + self.vectors + (self.joint + self.width if self.joint else 0)
 
     @property
     def dense(self) -> int:
@@ -125,8 +130,8 @@ class _Layer:
 
     @property
     def parameters(self) -> Parameters:
-        always = self.dense + self.norms + (self.joint + self.width if self.joint else 0)
-        return Parameters(always + self.experts * self.expert, always + self.chosen * self.expert)
+        experts, chosen = self.experts * self.expert, self.chosen * self.expert
+        return Parameters(self.always + experts, self.always + chosen)
 
     def flops(self, tokens: float, seen: float, joint_rows: float = 0) -> Flops:
         """Of `tokens` tokens that attend to `seen` positions each."""
@@ -136,8 +141,23 @@ class _Layer:
     def weights_read(self, rows: float) -> float:
         """Weights that a step of `rows` tokens reads; the router is taken to spread evenly."""
         distinct = self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
-        always = self.dense + self.norms + (self.joint + self.width if self.joint else 0)
-        return always + distinct * self.expert
+        return self.always + distinct * self.expert
+
+
+def _qk_norms(text: TextConfig) -> int:
+    assert text.head_dim is not None  # TextConfig fills it in
+    if not text.qk_norm:
+        return 0
+    heads = text.num_attention_heads + text.num_key_value_heads
+    return text.head_dim * (heads if text.qk_norm_over == "all_heads" else 2)
+
+
+def _biases(text: TextConfig, width: int) -> int:
+    assert text.head_dim is not None  # TextConfig fills it in
+    if text.attention_bias == "none":
+        return 0
+    heads = text.num_attention_heads + 2 * text.num_key_value_heads
+    return text.head_dim * heads + (width if text.attention_bias == "all" else 0)
 
 
 def _stages(config: ConceptMoEVLConfig) -> dict[str, list[_Layer]]:

@@ -21,7 +21,7 @@ from conceptmoe_vl.flops import (
 )
 from conceptmoe_vl.memory import activation_bytes, cache_bytes
 
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +107,24 @@ def _text_of(model: dict[str, Any], path: Path) -> ConceptMoEVLConfig:
         raise UserError(f"'{path}': {error}") from error
 
 
-def _from_json(path: Path) -> ConceptMoEVLConfig:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: it cannot be read or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"'{path}' is no readable JSON file: {error}") from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise UserError(f"'{path}' holds {type(values).__name__}, not a configuration")
+    return values
+
+
+def _from_json(path: Path) -> ConceptMoEVLConfig:
+    values = read_json(path)
+    kind = values.get("model_type")
     if kind != ConceptMoEVLConfig.model_type:
         raise UserError(
             f"'{path}' describes a model of type {kind!r}; this program counts "
@@ -126,7 +138,7 @@ def _from_json(path: Path) -> ConceptMoEVLConfig:
 
 def figures(config: ConceptMoEVLConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that the command prints, as plain values."""
-    size = _VALUE_BYTES[arguments.dtype]
+    size = VALUE_BYTES[arguments.dtype]
     tokens, ratio = arguments.tokens, arguments.ratio
     parameters = count_parameters(config)
     flops = forward_flops(config, tokens, ratio, images=arguments.images)
@@ -188,13 +200,9 @@ def print_figures(arguments: argparse.Namespace) -> int:
 
 def short(value: float) -> str:
     """`1.23 G` and the like, three digits."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return (
-                f"{value / size:.3g} {unit}"
-                if value < 1000 * size
-                else f"{value / size:.4g} {unit}"
-            )
+            return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
 
 

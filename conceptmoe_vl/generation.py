@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from inspect import signature
 from typing import Any
 
@@ -112,8 +113,21 @@ class ConceptMoEGenerationMixin(GenerationMixin):
                     raise ValueError(
                         "the cached tokens end inside an image; give an image as a whole"
                     )
-        index = torch.tensor(keep, device=input_ids.device)
-        return {name: kwargs[name][index] for name in _IMAGE_INPUTS if kwargs.get(name) is not None}
+        return self._chosen_images(kwargs, keep)
+
+    def _chosen_images(self, images: dict[str, Any], chosen: list[int]) -> dict[str, Tensor]:
+        """The image inputs of some images, in this order; under tiles with all of their tiles."""
+        grids = images["image_grid_hw"]
+        entries = self.vision.entries_of(grids.tolist())
+        starts = list(itertools.accumulate(entries, initial=0))
+        rows = [entry for image in chosen for entry in range(starts[image], starts[image + 1])]
+        index = {"image_grid_hw": torch.tensor(chosen, device=grids.device)}
+        other = torch.tensor(rows, device=grids.device)
+        return {
+            name: images[name][index.get(name, other)]
+            for name in _IMAGE_INPUTS
+            if images.get(name) is not None
+        }
 
     def _images_by_row(self, input_ids: Tensor, image_grid_hw: Tensor) -> list[list[int]]:
         """Which images belong to each row, by counting placeholders.
@@ -151,8 +165,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
             assert input_ids is not None  # images come with the ids of their placeholders
             by_row = self._images_by_row(input_ids, images["image_grid_hw"])
             order = [image for row in by_row for _ in range(expand_size) for image in row]
-            index = torch.tensor(order, device=input_ids.device)
-            images = {name: value[index] for name, value in images.items()}
+            images = self._chosen_images(images, order)
         ids, kwargs = super()._expand_inputs_for_generation(
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,

@@ -37,6 +37,8 @@ def flat_rgb(image: Image.Image, background: Sequence[int]) -> Image.Image:
         MODE_ERRORS: Pillow cannot convert the mode.
     """
     profile = image.info.get("icc_profile")
+    if image.mode == "RGB" and not profile and "transparency" not in image.info:
+        return image
     image = _without_depth(image)
     if not image.has_transparency_data:
         return _to_srgb(image, profile)

@@ -1,7 +1,8 @@
 """Pictures to the vision tower's input: resize by policy, normalise, count the image's tokens.
 
-Policies: `fixed` resizes every picture to one square (aspect is not kept); `native` keeps the
-aspect under a budget of patches and cuts the picture into patches in timm's NaFlex order.
+Policies: `fixed` resizes every picture to one square (aspect is not kept); `tiles` to a grid of
+such squares, and once more to one of them, its thumbnail; `native` keeps the aspect under a budget
+of patches and cuts the picture into patches in timm's NaFlex order.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,18 @@ from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
 from conceptmoe_vl.images import MAX_PIXELS, decode_image
+from conceptmoe_vl.tiling import choose_tiles, cut_tiles
 
 _FIELDS = (
-    *("size_policy", "image_size", "patch_size", "downsample", "max_patches"),
+    *("size_policy", "image_size", "patch_size", "downsample", "max_patches", "max_tiles"),
     *("image_mean", "image_std", "background", "max_pixels", "accepts_images"),
 )
+
+
+class DecodedImage(NamedTuple):
+    """What `decode_image` gave, so that it is not decoded and checked again."""
+
+    image: Image.Image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +38,27 @@ class ProcessedImage:
     """One picture, ready for the vision tower.
 
     Fields:
-        pixels: float32; fixed: `[3, S, S]`; native: `[P, patch * patch * 3]`, patches in raster
-            order, each channels last.
-        grid: rows and columns of the image's tokens, after `downsample`.
+        pixels: float32; fixed: `[3, S, S]`; tiles: `[N, 3, S, S]`, the thumbnail, if there is one,
+            and the tiles row by row; native: `[P, patch * patch * 3]`, patches in raster order,
+            each channels last.
+        grid: rows and columns of the image's tokens, after `downsample`; of tiles: all together.
         coord: `[P, 2]` int64, row and column of each patch; None unless native.
+        thumbnail: rows and columns of the thumbnail's tokens; None without one.
     """
 
     pixels: torch.Tensor
     grid: tuple[int, int]
     coord: torch.Tensor | None = None
+    thumbnail: tuple[int, int] | None = None
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each plane of tokens, in their order: the thumbnail stands first."""
+        return (self.grid,) if self.thumbnail is None else (self.thumbnail, self.grid)
 
     @property
     def num_tokens(self) -> int:
-        return self.grid[0] * self.grid[1]
+        return sum(rows * columns for rows, columns in self.planes)
 
 
 @lru_cache(maxsize=8)
@@ -55,11 +71,12 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
     """Image processor of ConceptMoE-VL.
 
     Args:
-        size_policy: fixed | native.
-        image_size: pixels of the square's side (fixed).
+        size_policy: fixed | tiles | native.
+        image_size: pixels of the square's side (fixed, tiles).
         patch_size: pixels of a patch's side.
         downsample: side of the square of patches that becomes one token.
         max_patches: patches an image may have (native).
+        max_tiles: tiles an image may have, beside its thumbnail (tiles).
         image_mean, image_std: per channel, of pixels in 0..1.
         background: RGB that transparent pictures are composited on.
         max_pixels: larger pictures are refused before they are decoded.
@@ -78,6 +95,7 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
         patch_size: int = 16,
         downsample: int = 1,
         max_patches: int = 1024,
+        max_tiles: int = 6,
         image_mean: Sequence[float] = (0.5, 0.5, 0.5),
         image_std: Sequence[float] = (0.5, 0.5, 0.5),
         background: Sequence[int] = (255, 255, 255),
@@ -91,6 +109,7 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
         self.patch_size = patch_size
         self.downsample = downsample
         self.max_patches = max_patches
+        self.max_tiles = max_tiles
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
         self.background = list(background)
@@ -99,19 +118,17 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
         self._check()
 
     def _check(self) -> None:
-        if self.size_policy == "tiles":
-            raise ValueError(
-                "vision.size_policy 'tiles' does not exist yet; choose fixed or native"
-            )
-        if self.size_policy not in ("fixed", "native"):
-            raise ValueError(f"size_policy is {self.size_policy!r}; choose fixed or native")
+        if self.size_policy not in ("fixed", "tiles", "native"):
+            raise ValueError(f"size_policy is {self.size_policy!r}; choose fixed, tiles or native")
         cell = self.patch_size * self.downsample
-        if self.size_policy == "fixed" and self.image_size % cell:
+        if self.size_policy != "native" and self.image_size % cell:
             raise ValueError(
                 f"vision.image_size {self.image_size} is no multiple of patch size times "
                 f"downsample, {self.patch_size} x {self.downsample} = {cell}; take "
                 f"{cell * max(1, round(self.image_size / cell))}"
             )
+        if self.size_policy == "tiles" and self.max_tiles < 1:
+            raise ValueError(f"vision.max_tiles is {self.max_tiles}; give 1 or more")
         if self.size_policy == "native" and self.max_patches < self.downsample**2:
             raise ValueError(
                 f"vision.max_patches {self.max_patches} holds no token of {self.downsample} x "
@@ -132,6 +149,7 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
             "patch_size": geometry.patch_size,
             "downsample": vision.downsample,
             "max_patches": vision.max_patches,
+            "max_tiles": vision.max_tiles,
             "image_mean": geometry.mean,
             "image_std": geometry.std,
             "background": vision.background,
@@ -143,7 +161,8 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
         return {**values, "image_processor_type": type(self).__name__}
 
     def process(self, image: Any) -> ProcessedImage:
-        """One picture: what `decode_image` takes, or an upright RGB array `[H, W, 3]` uint8.
+        """One picture: what `decode_image` takes, a [`DecodedImage`], or an upright RGB array
+        `[H, W, 3]` uint8.
 
         Raises:
             ImageError: it cannot be decoded.
@@ -153,43 +172,61 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
             raise ValueError(
                 "this model takes no images (vision: null); remove them from the messages"
             )
-        array = self._fitted(image)
-        pixels = torch.from_numpy(array).permute(2, 0, 1).float().contiguous()
-        scale, offset = self._affine
-        pixels = pixels.mul_(scale).add_(offset)
-        rows, columns = (side // (self.patch_size * self.downsample) for side in array.shape[:2])
+        image, height, width = self._opened(image)
+        target = self.target_size(height, width)
+        rows, columns = (side // (self.patch_size * self.downsample) for side in target)
+        pixels = self._pixels(image, target)
         if self.size_policy == "fixed":
             return ProcessedImage(pixels, (rows, columns))
-        patches, coord = self._patchify(pixels)
-        return ProcessedImage(patches, (rows, columns), coord)
+        if self.size_policy == "native":
+            patches, coord = self._patchify(pixels)
+            return ProcessedImage(patches, (rows, columns), coord)
+        tiles = cut_tiles(pixels, self.image_size)
+        if len(tiles) == 1:  # it would be its own thumbnail
+            return ProcessedImage(tiles, (rows, columns))
+        thumbnail = self._pixels(image, (self.image_size, self.image_size))
+        tokens = self.image_size // (self.patch_size * self.downsample)
+        pixels = torch.cat([thumbnail[None], tiles])
+        return ProcessedImage(pixels, (rows, columns), thumbnail=(tokens, tokens))
 
     @property
     def _affine(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and offset `[3, 1, 1]` that normalise pixels in 0..255."""
         return _affine(tuple(self.image_mean), tuple(self.image_std))
 
-    def _fitted(self, image: Any) -> np.ndarray:
-        """The picture at the policy's size, `[H, W, 3]` uint8."""
+    def _opened(self, image: Any) -> tuple[Any, int, int]:
+        """The picture, decoded where it was not, its height and its width."""
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
                 raise ValueError(
                     f"an image array must be [H, W, 3] uint8, not {list(image.shape)} {image.dtype}"
                 )
-            height, width = image.shape[:2]
+            return image, image.shape[0], image.shape[1]
+        if isinstance(image, DecodedImage):
+            image = image.image
         else:
             image = decode_image(image, self.background, self.max_pixels)
-            width, height = image.size
-        target = self.target_size(height, width)
-        if target != (height, width):
-            picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-            image = picture.resize((target[1], target[0]), Image.Resampling.BICUBIC)
+        return image, image.height, image.width
+
+    def _pixels(self, image: Any, target: tuple[int, int]) -> torch.Tensor:
+        """A picture resized to height and width `target`, normalised: `[3, H, W]` float32."""
+        height, width = target
+        if isinstance(image, np.ndarray) and image.shape[:2] != target:
+            image = Image.fromarray(image)
+        if isinstance(image, Image.Image) and image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
         # A copy: arrays of PIL images are read-only, flipped ones have negative strides.
-        return np.array(image)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
+        scale, offset = self._affine
+        return pixels.mul_(scale).add_(offset)
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width in pixels that a picture of this size is resized to."""
         if self.size_policy == "fixed":
             return self.image_size, self.image_size
+        if self.size_policy == "tiles":
+            rows, columns = choose_tiles(height, width, self.image_size, self.max_tiles)
+            return rows * self.image_size, columns * self.image_size
         cell = self.patch_size * self.downsample
         budget = self.max_patches // self.downsample**2
         scale = min(1.0, math.sqrt(budget * cell * cell / (height * width)))
@@ -223,18 +260,18 @@ def collate_images(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
     """The model's image arguments of `I` pictures; empty without pictures.
 
     Returns:
-        pixel_values `[I, 3, S, S]` or `[I, P, patch * patch * 3]`, image_grid_hw `[I, 2]` int64,
+        pixel_values `[I, 3, S, S]` or `[I, P, patch * patch * 3]`, image_grid_hw `[I, 2]` int64
+        (under tiles a square and a plane each: thumbnails and pictures are images of their own),
         and for native pictures patch_coord `[I, P, 2]` int64 and patch_valid `[I, P]` bool, `P`
         being the patches of the largest one.
     """
     if not images:
         return {}
-    grid = torch.tensor([image.grid for image in images], dtype=torch.int64)
+    planes = [plane for image in images for plane in image.planes]
+    grid = torch.tensor(planes, dtype=torch.int64)
     if images[0].coord is None:
-        return {
-            "pixel_values": torch.stack([image.pixels for image in images]),
-            "image_grid_hw": grid,
-        }
+        squares = [p if p.dim() == 4 else p[None] for p in (image.pixels for image in images)]
+        return {"pixel_values": torch.cat(squares), "image_grid_hw": grid}
     most = max(image.pixels.shape[0] for image in images)
     width = images[0].pixels.shape[1]
     pixels = torch.zeros(len(images), most, width)

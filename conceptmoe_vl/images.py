@@ -42,6 +42,7 @@ _PILLOW_ERRORS = (*MODE_ERRORS, ImportError, MemoryError, struct.error, zlib.err
 
 _KINDS = (bytes, bytearray, memoryview, str, os.PathLike, Image.Image)
 
+_JPEG_START = b"\xff\xd8\xff"
 _JPEG2000_START = b"\xff\x4f\xff\x51"  # SOC and SIZ, the first two markers of a codestream
 
 _TRANSPOSE = {
@@ -105,10 +106,10 @@ def decode_image(
             warnings.simplefilter("ignore")
             if isinstance(data, Image.Image):
                 with _first_frame(data):
-                    return _to_rgb(data, background, max_pixels, name)
+                    return _to_rgb(data, background, max_pixels, name, owned=False)
             with _open(data, name) as image:
                 _check_inner_sizes(image.format, data, max_pixels, name)
-                return _to_rgb(image, background, max_pixels, name)
+                return _to_rgb(image, background, max_pixels, name, owned=True)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -141,7 +142,9 @@ def _open(data: Any, name: str) -> Image.Image:
     if isinstance(data, (bytes, bytearray, memoryview)):
         if len(data) == 0:
             raise ImageError("empty", f"{name} has no bytes; write the file again")
-        return Image.open(io.BytesIO(data), formats=_usable_formats())
+        # Pillow asks one format after the other; most pictures are JPEGs (MPO among them).
+        formats = ("JPEG",) if bytes(data[:3]) == _JPEG_START else _usable_formats()
+        return Image.open(io.BytesIO(data), formats=formats)
     path = Path(data)
     if not path.exists():
         remedy = "download it first" if "://" in str(data) else "check the path"
@@ -246,8 +249,9 @@ def _explained(error: BaseException, name: str) -> ImageError:
 
 
 def _to_rgb(
-    image: Image.Image, background: Sequence[int], max_pixels: int, name: str
+    image: Image.Image, background: Sequence[int], max_pixels: int, name: str, owned: bool
 ) -> Image.Image:
+    """The picture as RGB; shares its pixels with `image` where that is `owned`, else never."""
     width, height = image.size
     _check_size(width, height, max_pixels, name)
     if width == 0 or height == 0:
@@ -260,12 +264,15 @@ def _to_rgb(
     if turn is not None:
         rgb = rgb.transpose(turn)
     elif rgb is image:
-        rgb = image.copy()  # a caller's own image must not change with ours
+        # The opened file's own pixels, in an image without its metadata; a caller's are copied.
+        rgb = image._new(image.im) if owned else image.copy()
     rgb.info = {}
     return rgb
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "JPEG" and not any(name in image.info for name in ("exif", "xmp")):
+        return 1  # as `getexif` would find out in 10 microseconds
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except _PILLOW_ERRORS:

@@ -19,7 +19,7 @@ def token_kinds(
 
     Args:
         ids_T: token ids. layout: documents. grids: rows and columns of every image's tokens, in
-            order.
+            order. A thumbnail and its picture are two images, the one directly behind the other.
 
     Raises:
         ValueError: placeholders and image tokens differ in number, or an image's run is broken.

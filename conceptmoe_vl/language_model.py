@@ -160,6 +160,9 @@ class ConceptMoELanguageModel(nn.Module):
         chunk = self.chunk_config
         joint = chunk.joint_decoding_layers > 0
         if chunk.concept_residual == "delta":
+            if chunk.router == "none" and not joint and c_MC.shape[1] == h_TD.shape[1]:
+                # h + (C(h) - h), without its rounding: the plain model, operation by operation.
+                return Dechunked(changed_MC, changed_MC, concepts.read_T, None)
             values = self.from_concept(changed_MC - c_MC)
             if chunk.router == "none" and not joint:
                 return Dechunked(h_TD + values, values, concepts.read_T, None)

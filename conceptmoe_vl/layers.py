@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conceptmoe_vl.attention import cached_attention, packed_attention
 from conceptmoe_vl.configuration import TextConfig
@@ -51,13 +55,44 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-def rotary_table(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[T, 1, H / 2]` of the rotary embedding, float32."""
+def rotary_table(
+    positions_T: Tensor, head_dim: int, theta: float, scaling: dict | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[T, 1, H / 2]` of the rotary embedding, float32.
+
+    The frequencies are transformers' to the last bit: at position 4,096 one bit in a frequency is
+    2e-4 in the angle, and a converted model is to give its source's logits.
+
+    Args:
+        scaling: `text.rope_scaling`.
+    """
+    if scaling is not None:
+        frequencies, factor = scaled_frequencies(
+            head_dim, theta, json.dumps(scaling), positions_T.device
+        )
+        angles = (positions_T.float()[:, None] * frequencies)[:, None]
+        return angles.cos() * factor, angles.sin() * factor
     exponent = (
         torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
     )
-    angles = (positions_T.float()[:, None] * theta**-exponent)[:, None]
+    angles = (positions_T.float()[:, None] * (1.0 / theta**exponent))[:, None]
     return angles.cos(), angles.sin()
+
+
+@lru_cache(maxsize=8)
+def scaled_frequencies(
+    head_dim: int, theta: float, scaling: str, device: torch.device
+) -> tuple[Tensor, float]:
+    """Frequencies `[H / 2]` of a scaled rotary embedding and the factor of its cosines and sines.
+
+    Args:
+        scaling: `text.rope_scaling` as JSON.
+    """
+    parameters = {**json.loads(scaling), "rope_theta": theta}
+    config = LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters
+    )
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
 
 
 def rotate(x_TNH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -119,18 +154,25 @@ class JointDecoding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with optional QK-norm and joint decoding."""
+    """Grouped-query causal attention with optional biases, QK-norm and joint decoding."""
 
     def __init__(self, text: TextConfig, hidden_size: int, joint: bool) -> None:
         super().__init__()
         assert text.head_dim is not None  # TextConfig fills it in
         self.head_dim = text.head_dim
-        self.q_proj = Linear(hidden_size, text.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = Linear(hidden_size, text.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = Linear(text.num_attention_heads * self.head_dim, hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, text.rms_norm_eps) if text.qk_norm else nn.Identity()
+        query = text.num_attention_heads * self.head_dim
+        key = text.num_key_value_heads * self.head_dim
+        bias = text.attention_bias != "none"
+        self.q_proj = Linear(hidden_size, query, bias=bias)
+        self.k_proj = Linear(hidden_size, key, bias=bias)
+        self.v_proj = Linear(hidden_size, key, bias=bias)
+        self.o_proj = Linear(query, hidden_size, bias=text.attention_bias == "all")
+        self.norm_heads_together = text.qk_norm and text.qk_norm_over == "all_heads"
+        if text.qk_norm:
+            sizes = (query, key) if self.norm_heads_together else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(size, text.rms_norm_eps) for size in sizes)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         self.joint = JointDecoding(text) if joint else None
 
     def forward(
@@ -146,9 +188,12 @@ class Attention(nn.Module):
         if self.joint is not None and concepts is not None:
             joint_q, joint_k, joint_v = self.joint(*concepts)
             q, k, v = q + joint_q, k + joint_k, v + joint_v
+        if self.norm_heads_together:
+            q, k = self.q_norm(q), self.k_norm(k)
         q_TNH, k_TNH, v_TNH = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        q_TNH = rotate(self.q_norm(q_TNH), rotary)
-        k_TNH = rotate(self.k_norm(k_TNH), rotary)
+        if not self.norm_heads_together:
+            q_TNH, k_TNH = self.q_norm(q_TNH), self.k_norm(k_TNH)
+        q_TNH, k_TNH = rotate(q_TNH, rotary), rotate(k_TNH, rotary)
         if store is not None:
             keys, values = store.append(k_TNH, v_TNH, layout)
         if store is not None and layout.has_past:
@@ -179,6 +224,8 @@ class Layer(nn.Module):
             text.experts_per_concept if concept else text.num_experts_per_tok,
             text.num_shared_experts,
             text.norm_topk_prob,
+            text.shared_intermediate_size,
+            text.shared_expert_gate,
         )
 
     def forward(
@@ -201,7 +248,7 @@ class Stack(nn.Module):
 
     Args:
         layers: the layers. schedule: layer indices in the order of execution.
-        theta, head_dim: of the rotary embedding.
+        text: of the rotary embedding.
     """
 
     def __init__(self, layers: list[Layer], schedule: list[int], text: TextConfig) -> None:
@@ -209,7 +256,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.schedule = schedule
         assert text.head_dim is not None  # TextConfig fills it in
-        self.theta, self.head_dim = text.rope_theta, text.head_dim
+        self.theta, self.head_dim, self.scaling = text.rope_theta, text.head_dim, text.rope_scaling
         self.gradient_checkpointing = False
 
     def forward(
@@ -223,7 +270,7 @@ class Stack(nn.Module):
         """`[T, D]` states after all layers, and the statistics of every execution in order (none
         where they are not wanted).
         """
-        rotary = rotary_table(layout.positions_T, self.head_dim, self.theta)
+        rotary = rotary_table(layout.positions_T, self.head_dim, self.theta, self.scaling)
         collected = []
         for execution, index in enumerate(self.schedule):
             store = stores[execution] if stores is not None else None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conceptmoe_vl.chunk import Boundaries
+from conceptmoe_vl.chunk_values import ChunkValues
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.layout import PackedLayout
@@ -48,6 +49,7 @@ class AuxiliaryLosses:
         tokens_per_concept: measured ratio 1 / F over everything; ratio_by_modality: the same by
             modality; ratio_by_target: by drawn ratio (None without `target_ratios`).
         load_LE: share of slots per executed MoE layer, a list of `[E]` tensors.
+        entropy_L: mean entropy of the router's choice in the same layers, over log E.
     """
 
     ratio: Tensor
@@ -57,6 +59,7 @@ class AuxiliaryLosses:
     ratio_by_modality: dict[str, Tensor]
     ratio_by_target: dict[float, Tensor] | None
     load_LE: list[Tensor]
+    entropy_L: list[Tensor]
 
 
 def auxiliary_losses(
@@ -67,6 +70,7 @@ def auxiliary_losses(
     routers: list[RouterStatistics],
     across_ranks: bool,
     filler: bool = False,
+    values: ChunkValues | None = None,
 ) -> AuxiliaryLosses:
     """All losses that need statistics, with one collective for the lot.
 
@@ -74,10 +78,14 @@ def auxiliary_losses(
         chunk: the `chunk` section. boundaries: p and b. image_T: `[T]` bool. layout: documents.
         routers: statistics of every executed MoE layer. across_ranks: sum over data-parallel ranks.
         filler: leaves this rank's tokens out of every sum; their gradient is zero.
+        values: where the run's schedule is; None: the configured values.
     """
-    parts = [_ratio_sums(chunk, boundaries, image_T, layout)]
+    values = values or ChunkValues.of(chunk)
+    parts = [_ratio_sums(chunk, boundaries, image_T, layout, values)]
     for router in routers:
-        scalars = torch.stack((router.z.double(), router.z.new_tensor(router.tokens).double()))
+        entropy = router.z.new_zeros(()) if router.entropy is None else router.entropy
+        tokens = router.z.new_tensor(router.tokens)
+        scalars = torch.stack((router.z.double(), tokens.double(), entropy.double()))
         parts += [router.slots_E.double(), router.probability_E.double(), scalars]
     sums = torch.cat(parts)
     if filler:
@@ -87,19 +95,20 @@ def auxiliary_losses(
     parts = list(sums.split([part.numel() for part in parts]))
     # drawn ratios x modalities (text, image) x (sum of p, sum of b, tokens)
     by_target, sample = parts[0][:-2].view(-1, 2, 3), parts[0][-2:]
-    balances, z_losses, loads = [], [], []
+    balances, z_losses, loads, entropies = [], [], [], []
     for index in range(len(routers)):
-        slots_E, probability_E, (z, tokens) = parts[1 + 3 * index : 4 + 3 * index]
+        slots_E, probability_E, (z, tokens, entropy) = parts[1 + 3 * index : 4 + 3 * index]
         load_E = slots_E / slots_E.sum().clamp(min=1)
         # 1 for uniform routing, E when one expert takes all.
         balances.append(load_E.numel() * (load_E * probability_E / tokens.clamp(min=1)).sum())
         z_losses.append(z / tokens.clamp(min=1))
         loads.append(load_E.float())
+        entropies.append((entropy / tokens.clamp(min=1)).detach().float())
     zero = sums.new_zeros(())
     counted_R23 = by_target.detach()
     counted = counted_R23.sum(0)
     return AuxiliaryLosses(
-        ratio=_ratio_loss(chunk, by_target, sample).float(),
+        ratio=_ratio_loss(chunk, by_target, sample, values).float(),
         balance=(torch.stack(balances).mean() if balances else zero).float(),
         router_z=(torch.stack(z_losses).mean() if z_losses else zero).float(),
         tokens_per_concept=_tokens_per_concept(counted.sum(0)),
@@ -113,6 +122,7 @@ def auxiliary_losses(
         if boundaries.target_G is not None
         else None,
         load_LE=loads,
+        entropy_L=entropies,
     )
 
 
@@ -122,7 +132,11 @@ def _tokens_per_concept(sums: Tensor) -> Tensor:
 
 
 def _ratio_sums(
-    chunk: ChunkConfig, boundaries: Boundaries, image_T: Tensor, layout: PackedLayout
+    chunk: ChunkConfig,
+    boundaries: Boundaries,
+    image_T: Tensor,
+    layout: PackedLayout,
+    values: ChunkValues,
 ) -> Tensor:
     """`[6 R + 2]`: for every drawn ratio the sums of p, b and 1 over text, then over image tokens.
 
@@ -139,12 +153,14 @@ def _ratio_sums(
     if chunk.ratio_scope == "sample" and chunk.router != "none":
         per_document = p_T.new_zeros(3, len(layout.lengths)).index_add(1, layout.document_T, rows)
         p_G, b_G, n_G = per_document[:, per_document[2] > 0]
-        losses_G = _eq4(chunk.target_ratio, b_G / n_G, p_G / n_G)
+        losses_G = _eq4(values.loss_target(chunk.target_ratio), b_G / n_G, p_G / n_G)
         sample = torch.stack((losses_G.sum(), losses_G.new_tensor(float(len(n_G)))))
     return torch.cat((sums, sample))
 
 
-def _ratio_loss(chunk: ChunkConfig, by_target: Tensor, sample: Tensor) -> Tensor:
+def _ratio_loss(
+    chunk: ChunkConfig, by_target: Tensor, sample: Tensor, values: ChunkValues
+) -> Tensor:
     """Eq. 4 over the configured scope; over several groups it is their mean, weighted by tokens.
 
     Args:
@@ -166,7 +182,8 @@ def _ratio_loss(chunk: ChunkConfig, by_target: Tensor, sample: Tensor) -> Tensor
             if target == 1:  # every token is a boundary: there is nothing to ask for
                 continue
             count = n.detach().clamp(min=1)
-            total = total + _eq4(target, b / count, p / count) * n.detach()
+            loss = _eq4(values.loss_target(target), b / count, p / count)
+            total = total + loss * n.detach()
             tokens = tokens + n.detach()
     return total / tokens.clamp(min=1)
 

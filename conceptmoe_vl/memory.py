@@ -71,7 +71,7 @@ def activation_bytes(
     """An estimate of what E, C and D keep for a backward pass, without checkpointing.
 
     A token keeps, in values, of one execution of a layer of width d with N query and N_kv key
-    heads of size H, K of E experts of width F and S shared ones:
+    heads of size H, K of E experts of width F:
 
     | kept | values |
     | --- | --- |
@@ -80,7 +80,7 @@ def activation_bytes(
     | queries, keys, values and outputs of attention | (2 N + 2 N_kv) H |
     | router logits and probabilities | 2 E |
     | experts: gathered input, gate and up, SiLU, product, weighted product | K (d + 5 F) |
-    | shared experts: gate, up, SiLU, product | 4 S F |
+    | shared experts of width F_s: gate, up, SiLU, product; the sigmoid's factor | 4 F_s; d |
 
     Attention maps are kept by no kernel used for long documents, the vision tower and the loss
     are not in it, and autocast adds its copies. Measured against the tensors that autograd saved
@@ -97,7 +97,7 @@ def activation_bytes(
 
     def layer(d: int, experts: int, chosen: int) -> int:
         routed = 2 * experts + chosen * (d + 5 * text.moe_intermediate_size)
-        shared = 4 * text.num_shared_experts * text.moe_intermediate_size
+        shared = 4 * text.width_of_shared + (d if text.shared_expert_gate else 0)
         return (4 * d + heads + routed + shared) * bytes_per_value
 
     token = layer(text.hidden_size, text.num_experts, text.num_experts_per_tok)

@@ -173,7 +173,8 @@ class ConceptMoEVLForConditionalGeneration(
                 past too.
             pixel_values: `[I, 3, S, S]`, or patches `[I, P, patch * patch * 3]` with `patch_coord`
                 `[I, P, 2]` and `patch_valid` `[I, P]` for native aspect. Images in reading order.
-            image_grid_hw: `[I, 2]` rows and columns of each image's tokens.
+            image_grid_hw: `[I, 2]` rows and columns of each image's tokens. Under tiles an image is
+                a plane: a thumbnail of one square, or a picture of several.
             labels: like `input_ids`, the token itself where it is supervised and -100 elsewhere.
             num_items_in_batch: what the summed language loss is divided by; None: supervised tokens
                 here.
@@ -244,10 +245,6 @@ class ConceptMoEVLForConditionalGeneration(
                     "build inputs with the processor"
                 )
             return x_TD + self._absent_images() if self._must_run_vision() else x_TD
-        if len(grids) != len(pixel_values):
-            raise ValueError(
-                f"{len(pixel_values)} images but {len(grids)} rows of image_grid_hw were given"
-            )
         features_PD = self.projector(self.vision(pixel_values, grids, patch_coord, patch_valid))
         where = image_T.nonzero().squeeze(1)
         return x_TD.index_copy(0, where, features_PD.to(x_TD.dtype))
@@ -273,10 +270,8 @@ class ConceptMoEVLForConditionalGeneration(
             valid = torch.ones(1, count, dtype=torch.bool, device=parameter.device)
             features = self.vision(pixels, [[1, 1]], coord.to(parameter.device), valid)
         else:
-            side = vision.image_size
-            tokens = side // (edge * self.vision.patch_size)
-            pixels = parameter.new_zeros(1, 3, side, side)
-            features = self.vision(pixels, [[tokens, tokens]])
+            pixels = parameter.new_zeros(1, 3, vision.image_size, vision.image_size)
+            features = self.vision(pixels, [[self.vision.side, self.vision.side]])
         return self.projector(features).sum() * 0.0
 
     def _add_losses(
@@ -291,9 +286,17 @@ class ConceptMoEVLForConditionalGeneration(
     ) -> None:
         """Fills in every loss and the statistics; the total only with labels."""
         text, chunk = self.config.text, self.config.chunk
+        values = self.language_model.chunk.values
         routers = [statistics for stage in states.routers.values() for statistics in stage]
         losses = auxiliary_losses(
-            chunk, states.boundaries, image_T, packed.layout, routers, self.training, filler
+            chunk,
+            states.boundaries,
+            image_T,
+            packed.layout,
+            routers,
+            across_ranks=self.training,
+            filler=filler,
+            values=values,
         )
         assert output.chunks is not None
         output.chunks.ratio = losses.tokens_per_concept
@@ -302,6 +305,12 @@ class ConceptMoEVLForConditionalGeneration(
         loads = iter(losses.load_LE)
         output.expert_load = {
             stage: torch.stack([next(loads) for _ in layers])
+            for stage, layers in states.routers.items()
+            if layers
+        }
+        entropies = iter(losses.entropy_L)
+        output.router_entropy = {
+            stage: torch.stack([next(entropies) for _ in layers])
             for stage, layers in states.routers.items()
             if layers
         }
@@ -316,7 +325,7 @@ class ConceptMoEVLForConditionalGeneration(
         output.lm_loss_per_token, output.supervised_positions = each, positions_S
         output.loss = (
             output.lm_loss
-            + chunk.ratio_loss_weight * output.ratio_loss
+            + values.ratio_loss_weight * output.ratio_loss
             + text.balance_loss_weight * output.balance_loss
             + text.router_z_loss_weight * output.router_z_loss
         )

@@ -6,6 +6,7 @@ DESIGN.md 3.6.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ class RouterStatistics:
         slots_E: `[E]` chosen slots of each expert, no gradient. probability_E: `[E]` summed router
             probabilities, with gradient. z: scalar, summed squared logsumexp of the router logits.
         tokens: T. chosen: K.
+        entropy: scalar, summed entropy of the tokens' router probabilities over log E, no gradient.
     """
 
     slots_E: Tensor
@@ -30,6 +32,7 @@ class RouterStatistics:
     z: Tensor
     tokens: int
     chosen: int
+    entropy: Tensor | None = None
 
 
 class MoEBlock(nn.Module):
@@ -37,8 +40,10 @@ class MoEBlock(nn.Module):
 
     Args:
         hidden_size: D. intermediate_size: F of one expert. num_experts: E. num_experts_per_tok: K.
-        num_shared_experts: shared experts, fused into one SwiGLU of that many widths (0: none).
+        num_shared_experts: shared experts, fused into one SwiGLU (0: none).
         norm_topk_prob: divide the K probabilities by their sum.
+        shared_intermediate_size: width of the shared SwiGLU; None: that many widths of an expert.
+        shared_expert_gate: multiply its output by a sigmoid of the token.
     """
 
     def __init__(
@@ -49,17 +54,17 @@ class MoEBlock(nn.Module):
         num_experts_per_tok: int,
         num_shared_experts: int,
         norm_topk_prob: bool,
+        shared_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts_per_tok = num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
         self.gate = Router(hidden_size, num_experts)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
-        self.shared = (
-            SwiGLU(hidden_size, intermediate_size * num_shared_experts)
-            if num_shared_experts
-            else None
-        )
+        shared = shared_intermediate_size or intermediate_size * num_shared_experts
+        self.shared = SwiGLU(hidden_size, shared) if num_shared_experts else None
+        self.shared_gate = Linear(hidden_size, 1, bias=False) if shared_expert_gate else None
 
     def forward(
         self, x_TD: Tensor, statistics: bool = True
@@ -80,16 +85,25 @@ class MoEBlock(nn.Module):
         out_TD = self._with_shared(x_TD, self.experts(x_TD, expert_TK, weight_TK, counts_E))
         if not statistics:
             return out_TD, None
+        norm_T = logits_TE.logsumexp(-1)
+        with torch.no_grad():  # sum of -p log p, as log p = logit - norm
+            entropy = norm_T.sum() - (probability_TE * logits_TE).sum()
         return out_TD, RouterStatistics(
             slots_E=counts_E,
             probability_E=probability_TE.sum(0),
-            z=logits_TE.logsumexp(-1).square().sum(),
+            z=norm_T.square().sum(),
             tokens=x_TD.shape[0],
             chosen=self.num_experts_per_tok,
+            entropy=entropy / math.log(max(logits_TE.shape[1], 2)),
         )
 
     def _with_shared(self, x_TD: Tensor, out_TD: Tensor) -> Tensor:
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = self.shared_gate(x_TD).sigmoid() * shared_TD
+        return out_TD + shared_TD.to(out_TD.dtype)
 
 
 class Router(nn.Module):

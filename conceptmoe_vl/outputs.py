@@ -41,12 +41,14 @@ class ConceptMoEVLOutput(ModelOutput):
         loss: total: language, ratio, balance and z losses at their weights. lm_loss, ratio_loss,
             balance_loss, router_z_loss: each unweighted. All are None in a decoding step (one token
             a row behind a cache, no labels, no gradient), where nobody reads them; so is
-            expert_load.
+            expert_load and router_entropy.
         logits: `[B, N, V]`, or `[T, V]` for packed inputs; None in training unless asked for.
         cache: the two-level cache. chunks: the chunking.
         lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions:
             `[S]` their indices in the packed order.
         expert_load: share of slots `[executed layers, E]` by stage: encoder, concept, decoder.
+        router_entropy: `[executed layers]` by stage, mean entropy of the tokens' router
+            probabilities: 1 is uniform, 0 certain.
     """
 
     loss: Tensor | None = None
@@ -60,6 +62,7 @@ class ConceptMoEVLOutput(ModelOutput):
     lm_loss_per_token: Tensor | None = None
     supervised_positions: Tensor | None = None
     expert_load: dict | None = None
+    router_entropy: dict | None = None
 
     @property
     def past_key_values(self) -> ConceptCache | None:

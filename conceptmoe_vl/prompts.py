@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conceptmoe_vl.errors import UserError
@@ -262,12 +263,17 @@ class PromptBuilder:
         messages = [
             {"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)
         ]
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            chat_template=self.chat_template,
-            add_generation_prompt=add_generation_prompt,
-            **self.tokenizer.special_tokens_map,
-        )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except TemplateError as error:
+            raise MessageError(
+                "bad_order", f"the chat template refuses the roles {', '.join(roles)}: {error}"
+            ) from error
         return rendered[0]
 
     def stretch_ids(self, text: str) -> Sequence[int]:

@@ -30,6 +30,35 @@ def _require_choice(section: str, name: str, value: Any, choices: tuple) -> None
     _require(value in choices, f"{section}.{name} is {value!r}; choose one of {list(choices)}")
 
 
+# Parameters of each kind of rope scaling; the first ones must be given.
+ROPE_SCALINGS = {
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+def check_rope_scaling(scaling: dict) -> None:
+    """Raises `ValueError` unless these are the parameters of a kind of rope scaling."""
+    where = "text.rope_scaling"
+    kind = scaling.get("rope_type")
+    _require_choice("text", "rope_scaling.rope_type", kind, tuple(ROPE_SCALINGS))
+    needed, optional = ROPE_SCALINGS[str(kind)]
+    check_known_keys(scaling, ("rope_type", *needed, *optional), where)
+    for name in needed:
+        value = scaling.get(name)
+        _require(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
+            f"{where}.{name} is {value!r}; {kind} scaling needs a positive number",
+        )
+
+
 @dataclasses.dataclass
 class TextConfig:
     """The language model: encoder E, concept model C and decoder D (DESIGN.md sections 2 and 3.6).
@@ -43,12 +72,20 @@ class TextConfig:
             passed `times` times in a row.
         num_attention_heads, num_key_value_heads, head_dim: attention shape, the same in E, C, D;
             `head_dim` None means hidden_size / num_attention_heads.
-        qk_norm: RMS-normalise every query and key head before rotation (Qwen3 way).
+        qk_norm: RMS-normalise queries and keys before rotation.
+        qk_norm_over: head (every head by itself, Qwen3) | all_heads (all heads of a token together,
+            OLMoE).
+        attention_bias: none | qkv (Qwen2) | all (also behind the output projection).
         rope_theta: base of the rotary position embedding.
+        rope_scaling: how its frequencies are stretched for longer contexts: `rope_type` (linear,
+            llama3 or yarn) and that type's parameters, by transformers' names; None: not at all.
         max_position_embeddings: tokens; the length the model was trained for.
         num_experts, num_experts_per_tok: experts and top-k of E and D.
         concept_num_experts, concept_num_experts_per_tok: those of C; None means as in E and D.
-        num_shared_experts: experts that every token passes, fused into one of that many widths.
+        num_shared_experts: experts that every token passes, fused into one.
+        shared_intermediate_size: hidden width of that one; None means `num_shared_experts` times
+            `moe_intermediate_size`.
+        shared_expert_gate: multiply its output by a sigmoid of the token (Qwen2-MoE).
         moe_intermediate_size: hidden width of one expert.
         norm_topk_prob: divide the chosen router probabilities by their sum.
         balance_loss_weight, router_z_loss_weight: weights in the total loss.
@@ -68,13 +105,18 @@ class TextConfig:
     num_key_value_heads: int = 4
     head_dim: int | None = None
     qk_norm: bool = True
+    qk_norm_over: str = "head"
+    attention_bias: str = "none"
     rope_theta: float = 10000.0
+    rope_scaling: dict | None = None
     max_position_embeddings: int = 8192
     num_experts: int = 16
     num_experts_per_tok: int = 2
     concept_num_experts: int | None = None
     concept_num_experts_per_tok: int | None = None
     num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
     moe_intermediate_size: int = 512
     norm_topk_prob: bool = True
     balance_loss_weight: float = 0.01
@@ -130,7 +172,22 @@ class TextConfig:
                 f"text.{stage}num_experts_per_tok is {chosen}, "
                 f"but text.{stage}num_experts is {experts}",
             )
+        _require_choice("text", "qk_norm_over", self.qk_norm_over, ("head", "all_heads"))
+        _require_choice("text", "attention_bias", self.attention_bias, ("none", "qkv", "all"))
+        for name in ("shared_intermediate_size", "shared_expert_gate"):
+            _require(
+                not getattr(self, name) or self.num_shared_experts > 0,
+                f"text.{name} is {getattr(self, name)!r}, but text.num_shared_experts is 0; set it "
+                "to 1",
+            )
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
         self.concept_schedule  # noqa: B018  (checks concept_loops)
+
+    @property
+    def width_of_shared(self) -> int:
+        """Hidden width of the fused shared experts; 0 without any."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
 
     @property
     def width_of_concepts(self) -> int:
@@ -296,8 +353,8 @@ class VisionConfig:
         pretrained: load timm's pretrained weights.
         image_size: pixels of the square that fixed and tiled images are resized to.
         size_policy: fixed | tiles (several squares and a thumbnail) | native (own aspect, NaFlex).
-        max_patches: patches an image may have under `native`; tiles an image may have under `tiles`
-            times the patches of one tile.
+        max_patches: patches an image may have under `native`.
+        max_tiles: squares an image may have under `tiles`, beside the thumbnail.
         select_layer: block whose output is taken; -1 is the last one with the final norm, -2 the
             one before.
         projector: linear | mlp (two layers with GELU).
@@ -312,6 +369,7 @@ class VisionConfig:
     image_size: int = 224
     size_policy: str = "fixed"
     max_patches: int = 1024
+    max_tiles: int = 6
     select_layer: int = -1
     projector: str = "mlp"
     downsample: int = 1
@@ -322,7 +380,7 @@ class VisionConfig:
     def __post_init__(self) -> None:
         _require_choice("vision", "size_policy", self.size_policy, ("fixed", "tiles", "native"))
         _require_choice("vision", "projector", self.projector, ("linear", "mlp"))
-        for name in ("image_size", "max_patches", "downsample"):
+        for name in ("image_size", "max_patches", "max_tiles", "downsample"):
             value = getattr(self, name)
             _require(
                 isinstance(value, int) and value > 0,

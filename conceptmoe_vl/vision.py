@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from conceptmoe_vl.attention import SHORT
 from conceptmoe_vl.configuration import VisionConfig
 from conceptmoe_vl.products import Linear
+from conceptmoe_vl.tiling import join_tiles
 
 
 class ResidualConvolution(nn.Module):
@@ -180,10 +181,20 @@ class VisionTower(nn.Module):
         """`[P, width]` features of image tokens.
 
         Args:
-            pixel_values: `[I, 3, S, S]`, or `[I, N, patch * patch * 3]` with native aspect.
-            grids: rows and columns of each image's tokens. patch_coord, patch_valid: native aspect
-                only.
+            pixel_values: `[I, 3, S, S]`, or `[I, N, patch * patch * 3]` with native aspect; under
+                tiles every tile is one of the I.
+            grids: rows and columns of each image's tokens; under tiles of each plane's.
+            patch_coord, patch_valid: native aspect only.
+
+        Raises:
+            ValueError: pixels and grids do not fit each other.
         """
+        entries = self.entries_of(grids)
+        if sum(entries) != len(pixel_values):
+            raise ValueError(
+                f"pixel_values has {len(pixel_values)} images or tiles, but the {len(grids)} rows "
+                f"of image_grid_hw stand for {sum(entries)}; build inputs with the processor"
+            )
         self._choose_attention(pixel_values)
         arguments: dict[str, Any] = {}
         if patch_coord is not None:
@@ -196,7 +207,27 @@ class VisionTower(nn.Module):
             intermediates_only=True,
             **arguments,
         )[0]
-        return self._to_tokens(features, grids)
+        if patch_coord is not None:
+            return self._native_tokens(features, grids)
+        return self._square_tokens(features, grids, entries)
+
+    @property
+    def side(self) -> int:
+        """Rows, and columns, of a square's tokens."""
+        return self.config.image_size // (self.patch_size * self.config.downsample)
+
+    def entries_of(self, grids: list[list[int]]) -> list[int]:
+        """How many entries of `pixel_values` make up each grid: 1, or under tiles its tiles."""
+        if self.config.size_policy == "native":
+            return [1] * len(grids)
+        side, single = self.side, self.config.size_policy == "fixed"
+        for rows, columns in grids:
+            if rows % side or columns % side or (single and rows * columns != side * side):
+                raise ValueError(
+                    f"an image of {rows} x {columns} tokens is not made of squares of {side} x "
+                    f"{side}; build inputs with the processor"
+                )
+        return [(rows // side) * (columns // side) for rows, columns in grids]
 
     def _choose_attention(self, pixel_values: Tensor) -> None:
         """Few patches on CPU: plain products.
@@ -212,17 +243,30 @@ class VisionTower(nn.Module):
     def _dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
-    def _to_tokens(self, features_IPD: Tensor, grids: list[list[int]]) -> Tensor:
+    def _native_tokens(self, features_IPD: Tensor, grids: list[list[int]]) -> Tensor:
         """Drops padding patches and joins squares of `downsample` patches into one token each."""
         edge = self.config.downsample
         tokens = []
         for features, (rows, columns) in zip(features_IPD, grids, strict=True):
             patches = features[: rows * columns * edge * edge]
-            if edge > 1:
-                squares = patches.unflatten(0, (rows, edge, columns, edge))
-                patches = squares.permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)
-            tokens.append(patches)
+            tokens.append(_joined(patches[None], rows, columns, edge).flatten(0, 2))
         return torch.cat(tokens)
+
+    def _square_tokens(
+        self, features_IPD: Tensor, grids: list[list[int]], entries: list[int]
+    ) -> Tensor:
+        """Joins patches into tokens, and tiles into planes."""
+        tokens = _joined(features_IPD, self.side, self.side, self.config.downsample)
+        if max(entries) == 1:
+            return tokens.flatten(0, 2)
+        planes = zip(tokens.split(entries), grids, strict=True)
+        return torch.cat([join_tiles(tiles, rows // self.side) for tiles, (rows, _) in planes])
+
+
+def _joined(features_IPD: Tensor, rows: int, columns: int, edge: int) -> Tensor:
+    """Squares of `edge` x `edge` patches as one token each: `[I, rows, columns, edge² * D]`."""
+    squares = features_IPD.unflatten(1, (rows, edge, columns, edge))
+    return squares.transpose(2, 3).flatten(3)
 
 
 def _keep_weights(model: nn.Module) -> None:

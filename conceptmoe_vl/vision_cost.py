@@ -35,13 +35,17 @@ def vision_parameters(vision: VisionConfig, hidden_size: int) -> tuple[int, int]
 
 
 def vision_flops(vision: VisionConfig, hidden_size: int) -> tuple[int, int, int]:
-    """FLOPs of one image: the tower without its attention maps, its maps, the projector."""
+    """FLOPs of the largest image: the tower without its attention maps, its maps, the projector."""
     counts = _counted(_key(vision), hidden_size)
     return counts.tower_flops, counts.map_flops, counts.projector_flops
 
 
 def image_tokens(vision: VisionConfig) -> int:
-    """Tokens of one image: a square of `image_size`, or `max_patches` patches of native aspect."""
+    """Tokens of the largest image.
+
+    A square of `image_size`; under tiles `max_tiles` of them and the thumbnail; or `max_patches`
+    patches of native aspect.
+    """
     return _counted(_key(vision), 1).tokens
 
 
@@ -59,9 +63,9 @@ def _counted(serialised: str, hidden_size: int) -> _Counts:
         tokens = vision.max_patches // vision.downsample**2
         flops, maps = _native_flops(tower, tokens * vision.downsample**2)
     else:
-        side = vision.image_size // tower.patch_size // vision.downsample
-        tokens = side * side
-        flops, maps = _square_flops(tower, side)
+        squares = vision.max_tiles + (vision.max_tiles > 1) if vision.size_policy == "tiles" else 1
+        tokens = squares * tower.side**2
+        flops, maps = (squares * count for count in _square_flops(tower))
     per_token = sum(layer.weight.numel() for layer in _linear_layers(projector))
     return _Counts(
         tower=sum(p.numel() for p in tower.parameters()),
@@ -77,8 +81,8 @@ def _linear_layers(module: nn.Module) -> list[nn.Linear]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
-def _square_flops(tower: VisionTower, side: int) -> tuple[int, int]:
-    """Counted by running the tower without data; its maps are the batched products."""
+def _square_flops(tower: VisionTower) -> tuple[int, int]:
+    """Of one square: the tower is run without data; its maps are the batched products."""
     for block in tower.model.blocks:
         if hasattr(block.attn, "fused_attn"):
             block.attn.fused_attn = False

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from conceptmoe_vl.errors import UserError
+from data_pipelines.build_command import add_build, check_source, positive
 from data_pipelines.layouts import LAYOUTS
-from data_pipelines.sources import SOURCES
-from data_pipelines.writing import REJECTS
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0; 1 where the data is damaged; 2 for a mistake in the call."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        _check_source(arguments)
+        check_source(arguments)
         options = _parser().parse_args(arguments)
         return options.run(options)
     except UserError as error:
@@ -39,8 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    build = commands.add_parser("build", help="write shards of a built-in source or of a layout")
-    _add_sources(build.add_subparsers(required=True, metavar="SOURCE"))
+    add_build(commands)
 
     index = commands.add_parser("index", help="write an index beside shards that others built")
     index.add_argument("shards", nargs="+", help="tar files, folders or patterns")
@@ -58,129 +54,31 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--model", help="folder of a model: count tokens, images included")
     validate.add_argument("--tokenizer", help="folder of a tokenizer: count the texts' tokens")
     validate.add_argument(
-        "--max-tokens", type=_positive, default=4096, metavar="N", help="data.tokens_per_batch"
+        "--max-tokens", type=positive, default=4096, metavar="N", help="data.tokens_per_batch"
     )
     validate.add_argument("--json", action="store_true", help="one JSON object")
     validate.set_defaults(run=_validate)
 
     inspect = commands.add_parser("inspect", help="a table of the first samples")
     inspect.add_argument("shards", nargs="+", help="tar files, folders or patterns")
-    inspect.add_argument("--limit", type=_positive, default=20, metavar="N", help="samples (20)")
+    inspect.add_argument("--limit", type=positive, default=20, metavar="N", help="samples (20)")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page of them")
+    inspect.add_argument("--model", help="with --html: folder of a model, for its processor")
     inspect.set_defaults(run=_inspect)
 
     stats = commands.add_parser("stats", help="counts over all samples; decodes every image")
     stats.add_argument("shards", nargs="+", help="tar files, folders or patterns")
+    stats.add_argument("--png", type=Path, metavar="FILE", help="draw the distributions")
+    stats.add_argument("--model", help="folder of a model: count tokens, images included")
     stats.set_defaults(run=_stats)
 
-    show = commands.add_parser("show", help="one sample's tokens and which are supervised")
+    show = commands.add_parser("show", help="samples' tokens and which are supervised")
     show.add_argument("shards", nargs="+", help="tar files, folders or patterns")
-    show.add_argument("--key", help="the sample's key (the first sample)")
+    show.add_argument("--key", help="one sample's key (the first samples)")
+    show.add_argument("--limit", type=positive, default=1, metavar="N", help="samples (1)")
     show.add_argument("--model", help="folder of a model, for its processor (a small tokenizer)")
     show.set_defaults(run=_show)
     return parser
-
-
-def _add_sources(sources: Any) -> None:
-    for name in (*SOURCES, *LAYOUTS):
-        what = LAYOUTS[name].what if name in LAYOUTS else "built in"
-        parser = sources.add_parser(name, help=what, description=what)
-        if name in LAYOUTS:
-            parser.add_argument("path", type=Path, help="a file, or a folder of such files")
-            parser.add_argument(
-                "--images", type=Path, help="folder that paths in records start from"
-            )
-            parser.add_argument("--name", help=f"the data set's name in metrics ({name})")
-            parser.add_argument(
-                "--max-rejects",
-                type=_share,
-                default=0.05,
-                metavar="SHARE",
-                help="largest share of records that may be left out, 0 to 1 (0.05)",
-            )
-        else:
-            parser.add_argument(
-                "--samples", type=_positive, metavar="N", help="scenes: in all (10000)"
-            )
-            parser.add_argument("--seed", type=int, metavar="S", help="scenes: of the drawing (0)")
-            parser.add_argument("--level", type=int, metavar="1..4", help="scenes: one level (all)")
-        parser.add_argument("out", type=Path, help="folder that is made")
-        parser.add_argument("--samples-per-shard", type=_positive, default=1000, metavar="N")
-        parser.add_argument("--force", action="store_true", help="replace shards that are there")
-        parser.set_defaults(run=_build_layout if name in LAYOUTS else _build, source=name)
-
-
-def _check_source(arguments: list[str]) -> None:
-    """Names the nearest source for an unknown one; argparse would list them all alone."""
-    known = [*SOURCES, *LAYOUTS]
-    if arguments[:1] != ["build"] or len(arguments) < 2:
-        return
-    if arguments[1] in known or arguments[1].startswith("-"):
-        return
-    near = difflib.get_close_matches(arguments[1], known, n=1, cutoff=0.0)[0]
-    raise UserError(
-        f"unknown source '{arguments[1]}'; the nearest is '{near}', all: {', '.join(known)}"
-    )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no share from 0 to 1")
-    return share
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
-    return number
-
-
-def _build(options: Any) -> int:
-    make = SOURCES[options.source]
-    asked = {name: getattr(options, name) for name in ("samples", "seed", "level")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    for name in asked:
-        if name not in signature(make).parameters:
-            raise UserError(f"--{name} has no meaning for the source '{options.source}'")
-    manifest = make(options.out, options.samples_per_shard, options.force, **asked)
-    for split, counts in manifest["splits"].items():
-        print(
-            f"{options.out}/{split}-*.tar: {counts['samples']:,} samples, "
-            f"{counts['questions']:,} questions, {len(counts['shards'])} shards"
-        )
-    return 0
-
-
-def _build_layout(options: Any) -> int:
-    from data_pipelines.importing import build_layout
-
-    manifest, rejects = build_layout(
-        options.source,
-        options.path,
-        options.out,
-        images=options.images,
-        name=options.name,
-        max_rejects=options.max_rejects,
-        samples_per_shard=options.samples_per_shard,
-        force=options.force,
-    )
-    counts = manifest["splits"]["train"]
-    print(
-        f"{options.out}/train-*.tar: {counts['samples']:,} samples, {counts['images']:,} images, "
-        f"{len(counts['shards'])} shards"
-    )
-    print(rejects.describe())
-    if rejects.count:
-        print(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}")
-        print(f"all of them by reason, the first by name: {options.out}/{REJECTS}")
-    return 0
 
 
 def _index(options: Any) -> int:
@@ -259,19 +157,37 @@ def _tokenizer(folder: str) -> Any:
 def _inspect(options: Any) -> int:
     from data_pipelines.reports import inspect
 
-    return int(inspect(options.shards, options.limit, Console()) > 0)
+    if options.html is None:
+        if options.model is not None:
+            raise UserError("--model has a meaning with --html alone; add --html FILE")
+        return int(inspect(options.shards, options.limit, Console()) > 0)
+    from data_pipelines.pages import write_page
+
+    tokenizer = options.model or "tokenizer trained on these shards (--model names a model's)"
+    processor = _processor(options)
+    faults = write_page(options.shards, options.limit, processor, options.html, tokenizer)
+    print(options.html)
+    return int(faults > 0)
 
 
 def _stats(options: Any) -> int:
     from data_pipelines.reports import stats
 
-    return int(stats(options.shards, Console()) > 0)
+    count_tokens = None
+    if options.model is not None:
+        processor = _processor(options)
+
+        def count_tokens(turns: Any) -> int:
+            return len(processor.encode_turns(turns).input_ids)
+
+    return int(stats(options.shards, Console(), count_tokens, options.png) > 0)
 
 
 def _show(options: Any) -> int:
     from data_pipelines.reports import show
 
-    show(options.shards, options.key, _processor(options), Console(soft_wrap=True))
+    console = Console(soft_wrap=True, highlight=False)
+    show(options.shards, options.key, options.limit, _processor(options), console)
     if options.model is None:
         print("tokenizer: trained on these shards (--model names a model's)", file=sys.stderr)
     return 0

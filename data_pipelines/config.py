@@ -17,7 +17,8 @@ class DataConfig:
     """Where samples come from and how they become batches.
 
     Fields:
-        shards: local tar files: paths, glob patterns or brace ranges (`train-{000..003}.tar`).
+        shards: tar files: paths, glob patterns or brace ranges (`train-{000..003}.tar`); or
+            remote ones: `http(s)://...`, `pipe:COMMAND`, or an address that fsspec knows.
         sources: instead of `shards`: named data sets, a list of mappings with `name`, `shards` and
             perhaps `weight` (see `mixing.SourceConfig`). Without weights they are one epoch
             together; with weights they are mixed without end.
@@ -45,6 +46,10 @@ class DataConfig:
         max_skip_share: the same as a share of the process's samples, 0 to 1.
         on_truncated_shard: raise | skip (count it and use the samples before the damage).
         num_workers: processes that decode ahead; 0 decodes in the training process.
+        interleave: remote shards read side by side, over all processes; best a multiple of their
+            number.
+        remote_timeout: seconds after which a remote file that gives nothing counts as broken off.
+        remote_retries: attempts after the first one to go on where it broke off.
         max_image_pixels: larger pictures count as damaged, before they are decoded.
     """
 
@@ -69,6 +74,9 @@ class DataConfig:
     max_skip_share: float = 0.05
     on_truncated_shard: str = "raise"
     num_workers: int = 0
+    interleave: int = 16
+    remote_timeout: int = 60
+    remote_retries: int = 5
     max_image_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
@@ -90,7 +98,8 @@ class DataConfig:
             *(("tokens_per_batch", 2), ("seed", 0), ("epochs", 1), ("max_samples", 1)),
             *(("questions_per_conversation", 1), ("max_shift", 0), ("pack_lookahead", 1)),
             *(("max_skips", 0), ("num_workers", 0), ("max_image_pixels", 1)),
-            ("pack_lookahead_bytes", 1),
+            *(("pack_lookahead_bytes", 1), ("interleave", 1)),
+            *(("remote_timeout", 1), ("remote_retries", 0)),
         ):
             self._check_integer(name, least)
         if not 0 <= self.max_skip_share <= 1:

@@ -72,12 +72,13 @@ def _write_index(shard: str, samples: list[IndexedSample]) -> dict[str, Any]:
         raise UserError(f"the index of shard '{shard}' cannot be written ({error})") from error
     return {
         **{"folder": Path(shard).parent, "name": Path(shard).name, "samples": len(samples)},
-        **{"images": sum(_count_images(sample) for sample in samples)},
+        **{"images": sum(count_images(sample) for sample in samples)},
         **{"bytes": size, "sha256": sha256},
     }
 
 
-def _count_images(sample: IndexedSample) -> int:
+def count_images(sample: IndexedSample) -> int:
+    """Its image members."""
     return sum(IMAGE_MEMBER.fullmatch(name) is not None for name in sample.members)
 
 

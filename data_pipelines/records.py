@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import re
 from typing import Any
@@ -60,6 +62,11 @@ def image_members(names: Any) -> list[str]:
     Raises:
         RecordError: two members have the same number, or a number is missing.
     """
+    return list(_image_members(tuple(names)))
+
+
+@functools.lru_cache(maxsize=1024)  # most samples of a data set have the same member names
+def _image_members(names: tuple[str, ...]) -> tuple[str, ...]:
     found = [(int(match[1]), name) for name in names if (match := IMAGE_MEMBER.fullmatch(name))]
     found.sort()
     numbers = [number for number, _ in found]
@@ -69,7 +76,7 @@ def image_members(names: Any) -> list[str]:
             f"the images are numbered {numbers}; name them img0, img1, ... once each",
             "img*",
         )
-    return [name for _, name in found]
+    return tuple(name for _, name in found)
 
 
 def read_record(text: bytes, member_names: Any, default_source: str) -> Conversation:
@@ -157,12 +164,14 @@ def _place_images(turns: list[Turn], members: list[str]) -> list[Turn]:
             f"{len(members)} images",
             "messages",
         )
+    if not members:
+        return turns
     names = iter(members)
     return [
         Turn(
             turn.role,
             tuple(
-                Picture(next(names)) if isinstance(part, Picture) else part for part in turn.parts
+                [Picture(next(names)) if isinstance(part, Picture) else part for part in turn.parts]
             ),
         )
         for turn in turns
@@ -178,6 +187,21 @@ def _check_independent(turns: list[Turn]) -> None:
             "'independent_turns' needs all images in the first question and an answer to each",
             "independent_turns",
         )
+
+
+def content_hash(turns: list[Turn], encoded: dict[str, bytes]) -> bytes:
+    """16 bytes that two samples share if their roles, texts and encoded images are equal."""
+    hashed = hashlib.sha256()
+    for turn in turns:
+        parts = [
+            ("image", hashlib.sha256(encoded[part.image]).hexdigest())
+            if isinstance(part, Picture)
+            else ("text", part)
+            for part in turn.parts
+            if part != ""
+        ]
+        hashed.update(repr((turn.role, parts)).encode("utf-8", "backslashreplace"))
+    return hashed.digest()[:16]
 
 
 def pick_questions(conversation: Conversation, order: list[int]) -> list[Turn]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.images import ImageError, decode_image
-from conceptmoe_vl.processing import IGNORED, ConceptMoEVLProcessor
-from conceptmoe_vl.prompts import Picture
-from data_pipelines.config import DataConfig
-from data_pipelines.encoding import SampleEncoder, Skipped
+from conceptmoe_vl.processing import EncodedSample
+from data_pipelines.pieces import Piece, encode_whole, token_pieces, visible
 from data_pipelines.records import Conversation, RecordError
-from data_pipelines.sampling import Place
 from data_pipelines.shards import IndexedSample, ShardIndex, ShardReader, index_shards, read_sample
+from data_pipelines.statistics import CountTokens, Statistics, gather
 
 _SHOWN_CHARACTERS = 60
 
@@ -31,7 +31,7 @@ def _sizes(reader: ShardReader, sample: IndexedSample, conversation: Conversatio
 
 def _first_words(conversation: Conversation) -> str:
     texts = (part for turn in conversation.turns for part in turn.parts if isinstance(part, str))
-    return "  ".join(texts)[:_SHOWN_CHARACTERS]
+    return visible("  ".join(texts)[:_SHOWN_CHARACTERS])
 
 
 def inspect(patterns: list[str], limit: int, console: Console) -> int:
@@ -45,48 +45,65 @@ def inspect(patterns: list[str], limit: int, console: Console) -> int:
             conversation = read_sample(reader, sample)
             sizes = " ".join(_sizes(reader, sample, conversation)) or "-"
             turns, words = str(len(conversation.turns)), Text(_first_words(conversation))
-            table.add_row(Text(sample.name), Text(conversation.source), sizes, turns, words)
+            source = Text(visible(conversation.source))
+            table.add_row(Text(visible(sample.name)), source, sizes, turns, words)
         except (RecordError, ImageError) as error:
             faults += 1
-            fault = Text(f"{error.reason}: {error}", style="red")
-            table.add_row(Text(sample.name), "", "", "", fault)
+            fault = Text(visible(f"{error.reason}: {error}"), style="red")
+            table.add_row(Text(visible(sample.name)), "", "", "", fault)
     console.print(table)
     return faults + _print_damage(index, console)
 
 
-def stats(patterns: list[str], console: Console) -> int:
-    """Counts over all samples; every image is decoded. Returns how many samples are damaged."""
-    index = index_shards(patterns)
-    reader = ShardReader()
-    counts: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    sources: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for sample in index.samples:
-        try:
-            conversation = read_sample(reader, sample)
-            found = _sizes(reader, sample, conversation)
-        except (RecordError, ImageError) as error:
-            faults[error.reason] += 1
-            continue
-        parts = [part for turn in conversation.turns for part in turn.parts]
-        counts["images"] += len(found)
-        counts["turns"] += len(conversation.turns)
-        counts["answers"] += sum(turn.role == "assistant" for turn in conversation.turns)
-        counts["characters"] += sum(len(part) for part in parts if not isinstance(part, Picture))
-        counts["without images"] += not found
-        sources[conversation.source] += 1
-        sizes.update(found)
+def stats(
+    patterns: list[str],
+    console: Console,
+    count_tokens: CountTokens | None = None,
+    png: Path | None = None,
+) -> int:
+    """Counts over all samples; every image is decoded. Returns how many samples are damaged.
+
+    Args:
+        count_tokens: tokens of turns with decoded images; None counts characters alone.
+        png: where a picture of the distributions goes.
+
+    Raises:
+        UserError: the picture cannot be drawn.
+    """
+    if png is not None:
+        from data_pipelines.figures import check_figures, draw_statistics
+
+        check_figures(png)
+    errors = Console(stderr=True)
+    with Progress(transient=True, console=errors, disable=not errors.is_terminal) as progress:
+        bar = progress.add_task("reading", total=None)
+        found = gather(
+            patterns,
+            count_tokens,
+            lambda total: progress.update(bar, total=total, advance=1),
+        )
+    console.print(_stats_table(found))
+    if png is not None:
+        draw_statistics(found, png)
+        console.print(Text(str(png)))
+    return found.faults.total() + _print_damage(found.index, console)
+
+
+def _stats_table(found: Statistics) -> Table:
+    index = found.index
     table = Table("what", "count", title=_title(index))
     for name, number in [("shards", len(index.shards)), ("samples", len(index.samples))]:
         table.add_row(name, f"{number:,}")
-    for group, label in ((counts, ""), (sources, "source "), (faults, "damaged: ")):
+    for group, label in (
+        (found.counts, ""),
+        (found.sources, "source "),
+        (found.faults, "damaged: "),
+    ):
         for name, number in sorted(group.items()):
-            table.add_row(Text(label + name), f"{number:,}")
-    for name, number in sizes.most_common(5):
+            table.add_row(Text(label + visible(name)), f"{number:,}")
+    for name, number in found.sizes.most_common(5):
         table.add_row(f"images of {name} pixels", f"{number:,}")
-    console.print(table)
-    return sum(faults.values()) + _print_damage(index, console)
+    return table
 
 
 def _title(index: ShardIndex) -> str:
@@ -99,44 +116,64 @@ def _print_damage(index: ShardIndex, console: Console) -> int:
     return len(index.damaged)
 
 
-def show(patterns: list[str], key: str | None, processor: Any, console: Console) -> None:
-    """One sample's tokens; supervised ones are marked, runs of image tokens are shortened.
+def show(
+    patterns: list[str], key: str | None, limit: int, processor: Any, console: Console
+) -> None:
+    """Samples' tokens; supervised ones are marked, a picture's are counted.
 
     Args:
-        key: the sample's key; None takes the first one.
+        key: a sample's key; None takes the first ones.
+        limit: samples at most; with a key one.
 
     Raises:
-        UserError: there is no such sample, or it is damaged.
+        UserError: there is no such sample, or the one asked for is damaged.
     """
     index = index_shards(patterns)
-    found = [sample for sample in index.samples if key in (None, sample.key, sample.name)]
+    if key is None:
+        found = list(index.samples[:limit])
+    else:
+        found = [sample for sample in index.samples if key in (sample.key, sample.name)][:1]
     if not found:
         raise UserError(f"no sample has the key '{key}'; `inspect` lists the keys")
-    config = DataConfig(shards=patterns, tokens_per_batch=2**31)
-    result = SampleEncoder(config, [found[:1]], [{}], processor).encode(Place(0, 0, 0))
-    if isinstance(result, Skipped):
-        raise UserError(f"{result.message} (reason {result.reason})")
-    (document,) = result
-    sample = document.sample
-    console.print(Text(f"{document.key}, source {document.source}", style="bold"))
-    console.print(_colored(processor, sample.input_ids, sample.labels))
+    reader = ShardReader()
+    for sample in found:
+        try:
+            conversation, encoded = encode_whole(reader, sample, processor)
+        except (RecordError, ImageError) as error:
+            message = f"{sample.name}: {error} (reason {error.reason})"
+            if len(found) == 1:
+                raise UserError(message) from error
+            console.print(Text(visible(message), style="red"))
+            continue
+        title = visible(f"{sample.name}, source {conversation.source}")
+        console.print(Text(title, style="bold"))
+        pieces = token_pieces(processor, encoded.input_ids, encoded.labels)
+        console.print(_colored(pieces))
+        console.print(_summary(encoded))
+
+
+def _summary(sample: EncodedSample) -> str:
     grids = " ".join(
-        f"{rows}x{columns}" for rows, columns in (image.grid for image in sample.images)
+        f"{rows}x{columns}" for image in sample.images for rows, columns in image.planes
     )
-    console.print(
+    return (
         f"{len(sample.input_ids)} tokens, {sample.num_supervised} supervised, "
         f"{len(sample.images)} images{f' of {grids} tokens' if grids else ''}"
     )
 
 
-def _colored(processor: ConceptMoEVLProcessor, ids: list[int], labels: list[int]) -> Text:
-    """Each token in brackets; supervised ones in green with double brackets."""
-    text, placeholders = Text(), 0
-    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        placeholders = placeholders + 1 if token == processor.image_token_id else 0
-        if placeholders and ids[place + 1 : place + 2] == [token]:
-            continue
-        word = processor.tokenizer.decode([token]) + (f"*{placeholders}" if placeholders else "")
-        kept = label != IGNORED
-        text.append(f"[[{word}]]" if kept else f"[{word}]", style="green bold" if kept else "dim")
+def _colored(pieces: Iterable[Piece]) -> Text:
+    """Tokens in brackets, supervised ones in double brackets.
+
+    The colours are the terminal's own, which it keeps readable on its background: green for what is
+    supervised, yellow for special tokens and pictures, its text colour for the rest.
+    """
+    text = Text()
+    for piece in pieces:
+        word = visible(piece.text) + (f"*{len(piece.ids)}" if piece.kind == "image" else "")
+        color = "" if piece.kind == "text" else "yellow"
+        if piece.supervised:
+            text.append(f"[[{word}]]", style="bold green")
+        else:
+            text.append(f"[{word}]", style=color)
     return text

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,7 +42,7 @@ class RawSample:
     @property
     def name(self) -> str:
         """`shard/key`, as that of an `IndexedSample`."""
-        return f"{Path(self.shard).name}/{self.key}"
+        return f"{self.shard.rpartition('/')[2]}/{self.key}"
 
 
 class Place(NamedTuple):

@@ -53,7 +53,7 @@ class IndexedSample:
     @property
     def name(self) -> str:
         """`shard/key`, unique in a data set."""
-        return f"{Path(self.shard).name}/{self.key}"
+        return f"{self.shard.rpartition('/')[2]}/{self.key}"
 
 
 class SampleMembers:

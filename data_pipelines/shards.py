@@ -16,9 +16,12 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prompts import Turn
 from data_pipelines.records import Conversation, RecordError, read_record
+from data_pipelines.remote_opening import is_remote, shown
 from data_pipelines.shard_index import (
     BLOCK,
     IndexedSample,
@@ -40,6 +43,7 @@ __all__ = [
     "iter_texts",
     "read_sample",
     "scan_shard",
+    "texts_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,11 +82,12 @@ def expand_patterns(patterns: Sequence[str]) -> list[str]:
     """
     shards: dict[str, None] = {}
     for pattern in patterns:
-        if pattern.startswith("pipe:") or "://" in pattern:
+        if is_remote(pattern):
             raise UserError(
-                f"data.shards: '{pattern}' is remote; copy the shards to a local folder"
+                f"'{shown(pattern)}' is remote, which training reads (docs/data.md) and this does "
+                "not; copy the shards to a local folder"
             )
-        for path in (path for part in _expand_ranges(pattern) for path in _matches(part, pattern)):
+        for path in (path for part in expand_ranges(pattern) for path in _matches(part, pattern)):
             if not path.endswith(".tar"):
                 raise UserError(f"data.shards: '{path}' is no .tar file; unpack compressed shards")
             shards[path] = None
@@ -102,7 +107,7 @@ def _matches(part: str, pattern: str) -> list[str]:
     return found
 
 
-def _expand_ranges(pattern: str) -> list[str]:
+def expand_ranges(pattern: str) -> list[str]:
     match = _RANGE.search(pattern)
     if match is None:
         return [pattern]
@@ -111,7 +116,7 @@ def _expand_ranges(pattern: str) -> list[str]:
     return [
         rest
         for number in numbers
-        for rest in _expand_ranges(pattern[: match.start()] + number + pattern[match.end() :])
+        for rest in expand_ranges(pattern[: match.start()] + number + pattern[match.end() :])
     ]
 
 
@@ -234,8 +239,12 @@ class ShardReader:
             os.close(self._files.popitem()[1])
 
 
-def read_sample(reader: ShardReader, sample: IndexedSample) -> Conversation:
+def read_sample(reader: Any, sample: Any) -> Conversation:
     """The conversation of a sample; its source is by default the shard's name up to the first `-`.
+
+    Args:
+        reader, sample: a `ShardReader` and an `IndexedSample`, or what stands for them where the
+            sample's files are at hand.
 
     Raises:
         RecordError: the record cannot be used, or a member stands twice in the shard.
@@ -261,5 +270,10 @@ def iter_texts(patterns: Sequence[str] | str, max_samples: int | None = None) ->
             turns = read_sample(reader, sample).turns
         except RecordError:
             continue
-        yield from (part for turn in turns for part in turn.parts if isinstance(part, str))
+        yield from texts_of(turns)
     reader.close()
+
+
+def texts_of(turns: Sequence[Turn]) -> Iterator[str]:
+    """The texts of turns, in their order."""
+    return (part for turn in turns for part in turn.parts if isinstance(part, str))

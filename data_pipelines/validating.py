@@ -8,8 +8,8 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,13 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conceptmoe_vl.images import ImageError
-from conceptmoe_vl.prompts import Picture, Turn
+from conceptmoe_vl.prompts import Turn
+from data_pipelines.checking import ShardChecks
 from data_pipelines.encoding import with_pictures
 from data_pipelines.importing import image_folder
 from data_pipelines.layouts import LAYOUTS, EncodedImage, ImageFolder, check_row
 from data_pipelines.layouts.rows import JSON_SUFFIXES, FileError, folder_entries
-from data_pipelines.records import RecordError
-from data_pipelines.shards import IndexedSample, ShardReader, index_shards, read_sample
+from data_pipelines.records import RecordError, content_hash
+from data_pipelines.shards import (
+    IndexedSample,
+    ShardReader,
+    expand_patterns,
+    read_sample,
+    scan_shard,
+)
 
 REMEDIES = {
     "bad_json": "write one JSON object a record, in UTF-8",
@@ -38,6 +45,8 @@ REMEDIES = {
     "image_count": "give as many images as placeholders, numbered from 0",
     "repeated_member": "keep one of the two",
     "truncated_shard": "copy the shard again",
+    "bad_index": "write it again by python -m data_pipelines index",
+    "bad_manifest": "copy the shards again, or write it again by index --manifest",
     "outside_folder": "use paths inside the folder, or name the images' folder with --images",
     "missing": "put the file there, or name the images' folder with --images",
     "empty": "write the file again",
@@ -183,21 +192,6 @@ def _count(
     seen.add(digest)
 
 
-def content_hash(turns: list[Turn], encoded: dict[str, bytes]) -> bytes:
-    """16 bytes that two samples share if their roles, texts and encoded images are equal."""
-    hashed = hashlib.sha256()
-    for turn in turns:
-        parts = [
-            ("image", hashlib.sha256(encoded[part.image]).hexdigest())
-            if isinstance(part, Picture)
-            else ("text", part)
-            for part in turn.parts
-            if part != ""
-        ]
-        hashed.update(repr((turn.role, parts)).encode("utf-8", "backslashreplace"))
-    return hashed.digest()[:16]
-
-
 def _samples(
     path: str, layout: str, images: Path | None, fault: Callable[..., None]
 ) -> Iterator[_Sample]:
@@ -206,14 +200,23 @@ def _samples(
         for row in LAYOUTS[layout].rows(Path(path)):
             yield _Sample(row.file, row.number, row.key, partial(_load_row, layout, row, folder))
         return
-    index = index_shards([path])
-    reader = ShardReader()
-    for indexed in index.samples:
-        load = partial(_load_shard_sample, reader, indexed)
-        yield _Sample(indexed.shard, None, indexed.key, load)
-    reader.close()
-    for shard, message in index.damaged.items():
-        fault(shard, None, None, RecordError("truncated_shard", message))
+    yield from _shard_samples(path, fault)
+
+
+def _shard_samples(path: str, fault: Callable[..., None]) -> Iterator[_Sample]:
+    """By the headers of the shards: their indexes and manifests are what is checked."""
+    checks = ShardChecks(lambda file, error: fault(file, None, None, error))
+    with contextlib.closing(ShardReader()) as reader:
+        for shard in expand_patterns([path]):
+            samples, damage = scan_shard(shard)
+            for indexed in samples:
+                load = partial(_load_shard_sample, reader, indexed)
+                yield _Sample(shard, None, indexed.key, load)
+            if damage is None:
+                checks.add(shard, samples)
+            else:
+                fault(shard, None, None, RecordError("truncated_shard", damage))
+    checks.finish(whole=Path(path).is_dir())
 
 
 def _holds_rows(path: Path) -> bool:

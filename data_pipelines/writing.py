@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,7 +16,6 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines.records import json_bytes
 from data_pipelines.shard_index import (
     BLOCK,
-    INDEX_SUFFIX,
     Member,
     SampleMembers,
     split_name,
@@ -26,50 +25,7 @@ from data_pipelines.shard_index import (
 MANIFEST = "manifest.json"
 REJECTS = "rejects.json"
 
-
-@contextlib.contextmanager
-def new_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """A folder to write into that becomes `path` when the block ends without an error.
-
-    Args:
-        force: replace a data set that is already there.
-
-    Raises:
-        UserError: `path` is a file, or a folder that holds something and `force` is not given, or
-            holds something else than shards.
-    """
-    path = Path(path)
-    _check_target(path, force)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written ({error}); nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_target(path: Path, force: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise UserError(f"'{path}' is a file; name a folder for the shards")
-    content = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    if content and not force:
-        raise UserError(f"'{path}' is not empty; name another folder, or replace it with --force")
-    foreign = [
-        name
-        for name in content
-        if not name.endswith((".tar", INDEX_SUFFIX))
-        and name not in (MANIFEST, REJECTS, ".complete")
-    ]
-    if foreign:
-        raise UserError(
-            f"'{path}' holds '{foreign[0]}', which is no shard; --force replaces data sets alone"
-        )
+_SIZE = re.compile(r"([0-9]{1,12})(?:([KMG])(i?)B)?", re.I | re.A)
 
 
 class PackedSample(NamedTuple):
@@ -120,8 +76,20 @@ class ShardSize(NamedTuple):
     samples: int | None = None
     bytes: int | None = None
 
-    def __str__(self) -> str:
-        return f"{self.samples}" if self.bytes is None else f"{self.bytes}B"
+    @classmethod
+    def parse(cls, text: str) -> ShardSize:
+        """Of `1000`, samples, or `256MB`, bytes: KB, MB, GB of 1,000, KiB, MiB, GiB of 1,024.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        match = _SIZE.fullmatch(text.strip())
+        if match is None or int(match[1]) == 0:
+            raise ValueError(f"'{text}' is no size of a shard; give samples, 1000, or bytes, 256MB")
+        number, prefix, binary = int(match[1]), match[2], match[3]
+        if prefix is None:
+            return cls(samples=number)
+        return cls(bytes=number * (1024 if binary else 1000) ** ("KMG".index(prefix.upper()) + 1))
 
 
 class ShardWriter:

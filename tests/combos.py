@@ -16,8 +16,8 @@ from tests.tiny import Document, image_inputs, make_document, padded, tiny_model
 ROUTERS = ("cosine", "linear", "fixed", "none")
 MERGES = ("sum", "boundary", "mean")
 RESIDUALS = ("add", "delta")
-# Text only, reading order, and the image plane with either neighbourhood.
-IMAGE_MODES = ("text", "sequential", "grid4", "grid8")
+# Text only, reading order, the image plane with either neighbourhood, and pictures in tiles there.
+IMAGE_MODES = ("text", "sequential", "grid4", "grid8", "tiles")
 
 ALL = list(itertools.product(ROUTERS, MERGES, RESIDUALS, IMAGE_MODES))
 every_combination = pytest.mark.parametrize("combo", ALL, ids=["-".join(c) for c in ALL])
@@ -30,26 +30,28 @@ def model_of(combo: tuple):
     """
     router, merge, residual, mode = combo
     return tiny_model(
-        vision=None if mode == "text" else "plain",
+        vision={"text": None, "tiles": "tiles"}.get(mode, "plain"),
         router=router,
         merge=merge,
         concept_residual=residual,
-        image_mode="grid" if mode.startswith("grid") else "sequential",
+        image_mode="sequential" if mode in ("text", "sequential") else "grid",
         neighborhood=8 if mode == "grid8" else 4,
     )
 
 
 @functools.cache
-def documents_of(with_images: bool) -> tuple[Document, ...]:
+def documents_of(mode: str) -> tuple[Document, ...]:
     """Four documents of different kinds and lengths, one of them a single token."""
-    if not with_images:
-        return tuple(make_document([n], seed) for seed, n in enumerate((9, 14, 1, 5)))
-    parts = ([3, "image", 5], [7], ["image", "image", 2], [1])
+    parts: tuple = ([3, "image", 5], [7], ["image", "image", 2], [1])
+    if mode == "text":
+        parts = ([9], [14], [1], [5])
+    elif mode == "tiles":
+        parts = ([3, ("tiles", 2, 1), 5], [7], ["image", 2], [1])
     return tuple(make_document(p, seed) for seed, p in enumerate(parts))
 
 
 def documents_for(combo: tuple) -> tuple[Document, ...]:
-    return documents_of(combo[3] != "text")
+    return documents_of(combo[3])
 
 
 def cut_is_allowed(document: Document, position: int) -> bool:

@@ -31,8 +31,12 @@ _VISION = {
 }
 
 
-def save_model_folder(folder: Path, vision: bool = True, seed: int = 0) -> Path:
-    """Writes weights, configuration, processor and generation settings; returns the folder."""
+def save_model_folder(folder: Path, vision: bool = True, seed: int = 0, **fields) -> Path:
+    """Writes weights, configuration, processor and generation settings; returns the folder.
+
+    Args:
+        fields: of the vision section.
+    """
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(_TEXTS, vocab_size=288)
     ids = {
@@ -47,7 +51,7 @@ def save_model_folder(folder: Path, vision: bool = True, seed: int = 0) -> Path:
     config = ConceptMoEVLConfig(
         text={**_TEXT, "vocab_size": len(tokenizer)},
         chunk={"image_mode": "grid", "init": "random"},
-        vision=_VISION if vision else None,
+        vision={**_VISION, **fields} if vision else None,
         pad_token_id=tokenizer.pad_token_id,
         **ids,
     )

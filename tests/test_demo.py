@@ -60,6 +60,12 @@ def test_the_command_and_the_demo_answer_alike(model_folder, picture, capsys):
     assert capsys.readouterr().out == first
 
 
+def test_a_model_of_tiles_answers(tmp_path, picture, capsys):
+    folder = save_model_folder(tmp_path / "tiles", size_policy="tiles", image_size=16)
+    assert demo.main([str(picture), "is it red?", "--model", str(folder)]) == 0
+    assert capsys.readouterr().out.count("\n") >= 1
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_any_number_of_images(model_folder, picture, capsys, count):
     arguments = [str(picture)] * count + ["why?", "--model", str(model_folder)]

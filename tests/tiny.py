@@ -24,6 +24,7 @@ PLAIN_VISION = {
     "image_size": IMAGE_SIZE,
     "projector": "linear",
 }
+TILES_VISION = {**PLAIN_VISION, "size_policy": "tiles", "max_tiles": 4}
 NATIVE_VISION = {
     "model": "naflexvit_base_patch16_gap",
     "model_args": {"patch_size": PATCH, "embed_dim": 16, "depth": 1, "num_heads": 2},
@@ -35,7 +36,10 @@ NATIVE_VISION = {
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Token ids, and for each image its pixels and the (first token, rows, columns) of its grid."""
+    """Token ids, and for each image its pixels and the (first token, rows, columns) of its grid.
+
+    A picture in tiles is two images, the thumbnail and behind it the tiles.
+    """
 
     ids: tuple
     pixels: tuple = ()
@@ -55,7 +59,7 @@ def tiny_config(
 ) -> ConceptMoEVLConfig:
     """A configuration of width 32; `chunk` keywords go to that section."""
     if isinstance(vision, str):
-        vision = {"plain": PLAIN_VISION, "native": NATIVE_VISION}[vision]
+        vision = {"plain": PLAIN_VISION, "tiles": TILES_VISION, "native": NATIVE_VISION}[vision]
     fields = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -108,8 +112,9 @@ def tiny_model(
 
 
 def make_document(parts: list, seed: int = 0, native: bool = False) -> Document:
-    """A document of parts: an integer is that many text tokens, "image" a fixed square one, and
-    with `native` a pair (rows, columns) is an image of that many patches.
+    """A document of parts: an integer is that many text tokens, "image" a fixed square one, a
+    triple ("tiles", rows, columns) a thumbnail and so many tiles, and with `native` a pair
+    (rows, columns) is an image of that many patches.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -118,6 +123,14 @@ def make_document(parts: list, seed: int = 0, native: bool = False) -> Document:
     for part in parts:
         if isinstance(part, int):
             ids += [rng.randrange(FIRST_TEXT, VOCAB) for _ in range(part)]
+            continue
+        if part[0] == "tiles":
+            grids.append((len(ids) + 1, SIDE, SIDE))
+            grids.append((len(ids) + 1 + SIDE * SIDE, SIDE * part[1], SIDE * part[2]))
+            count = 1 + part[1] * part[2]
+            ids += [VISION_START] + [IMAGE] * (SIDE * SIDE * count) + [VISION_END]
+            squares = torch.randn((count, 3, IMAGE_SIZE, IMAGE_SIZE), generator=generator)
+            pixels += [squares[:1], squares[1:]]
             continue
         rows, columns = (SIDE, SIDE) if part == "image" else part
         grids.append((len(ids) + 1, rows, columns))
@@ -135,7 +148,8 @@ def image_inputs(documents: list[Document], native: bool = False) -> dict[str, T
         return {}
     inputs = {"image_grid_hw": torch.tensor(grids)}
     if not native:
-        return {"pixel_values": torch.stack(pixels), **inputs}
+        squares = [p.view(-1, 3, IMAGE_SIZE, IMAGE_SIZE) for p in pixels]
+        return {"pixel_values": torch.cat(squares), **inputs}
     most = max(len(p) for p in pixels)
     values = torch.zeros(len(pixels), most, PATCH * PATCH * 3)
     coord = torch.zeros(len(pixels), most, 2, dtype=torch.long)

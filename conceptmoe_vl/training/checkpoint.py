@@ -1,12 +1,14 @@
 """Checkpoints that a run resumes from exactly: engine, stream and random state of every rank.
 
-A checkpoint is written into a folder beside and renamed when every rank has finished and the
-manifest, with the sizes of all files, is there. So a folder `step-N` is complete or does not exist.
+A checkpoint is written into a folder beside, read back, and renamed with the manifest that holds
+the checksums of all its files. So a folder `step-N` is complete or does not exist, and what happens
+to it later is noticed.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,22 @@ import torch
 from conceptmoe_vl.errors import UserError
 
 from .config import TrainingConfig
-from .distributed import World, raise_together, share_from_main, wait_for_all
+from .distributed import World, gather_objects, raise_together, share_from_main, wait_for_all
 from .engine import Engine, zero_stage
 from .run_files import (
     FORMAT,
     checkpoints_in,
-    file_sizes,
     random_state,
     read_manifest,
+    remove_checkpoint,
     remove_old_checkpoints,
     replace_folder,
     set_random_state,
+    step_of,
     write_json,
+    write_text,
 )
+from .verification import checked_files, damage_of
 
 
 def _shape_of_run(config: TrainingConfig, world: World) -> dict[str, Any]:
@@ -54,6 +59,9 @@ def save_checkpoint(
     Args:
         counters: the trainer's plain numbers (step, samples, tokens, seconds, skipped steps).
         stream: anything with `state_dict()`.
+
+    Raises:
+        UserError: what was written cannot be read back.
     """
     target, beside = folder / f"step-{step}", folder / f".writing-step-{step}"
     if world.is_main:
@@ -64,20 +72,27 @@ def save_checkpoint(
     state = {"stream": stream.state_dict(), "random": random_state(world.device)}
     torch.save(state, beside / f"rank-{world.rank}.pt")
     wait_for_all()
+    files = checked_files(beside, world)
     if world.is_main:
         manifest = {"format": FORMAT, **_shape_of_run(config, world), "counters": counters}
-        write_json(beside / "manifest.json", {**manifest, "files": file_sizes(beside)})
+        write_json(beside / "manifest.json", {**manifest, "files": files})
         replace_folder(beside, target)
-        remove_old_checkpoints(folder, config.keep_checkpoints)
+        write_text(folder / "latest", target.name + "\n")
+        remove_old_checkpoints(folder, config.keep_checkpoints, config.keep_every)
     wait_for_all()
     return target
 
 
-def find_checkpoint(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `training.resume` means. Collective: rank 0 looks.
+def find_checkpoint(
+    folder: Path, resume: str, world: World, say: Callable[[str], None]
+) -> Path | None:
+    """The whole checkpoint that `training.resume` means. Collective.
+
+    Args:
+        say: prints a line about damaged checkpoints, which `auto` puts aside as `damaged-step-N`.
 
     Raises:
-        UserError: a path that is no checkpoint.
+        UserError: a path that is no checkpoint or is damaged, or no checkpoint of several is whole.
     """
     if resume == "never":
         return None
@@ -88,16 +103,74 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
                 f"training.resume is {resume}, which is no checkpoint folder (it has no "
                 "manifest.json)"
             )
+        damage = damage_of(path, world)
+        if damage is not None:
+            raise UserError(f"{damage}; give training.resume another one")
         return path
-    found = checkpoints_in(folder)
-    chosen = share_from_main(str(found[-1]) if found else None)
-    return None if chosen is None else Path(chosen)
+    left, found = share_from_main(
+        ([path.name for path in folder.glob(".writing-*")], checkpoints_in(folder))
+    )
+    for name in left:
+        say(f"{folder / name} was left half-written by a killed run; it is not used")
+    return newest_whole(found, world, say)
+
+
+def newest_whole(found: list[Path], world: World, say: Callable[[str], None]) -> Path | None:
+    """The newest undamaged of some checkpoints; None of none. Collective.
+
+    Raises:
+        UserError: all are damaged.
+    """
+    damage = None
+    for path in reversed(found):
+        damage = damage_of(path, world)
+        if damage is None:
+            return path
+        aside = path.with_name(f"damaged-{path.name}")
+        say(f"warning: {damage}; it is put aside as {aside.name}, and the one before it is used")
+        if world.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        wait_for_all()
+    if damage is not None:
+        raise UserError(
+            f"no checkpoint in {found[0].parent} is whole; the last: {damage}. Start a new run "
+            "(another run_dir)"
+        )
+    return None
+
+
+def require_unused(run_dir: Path) -> None:
+    """Raises if another run's metrics are in the way of a fresh start. Collective."""
+    path = run_dir / "metrics.jsonl"
+    if any(gather_objects(path.exists() and path.stat().st_size > 0)):
+        raise UserError(
+            f"{run_dir} holds a run without a checkpoint to resume from (or "
+            "training.resume=never); give another run_dir, or remove that folder"
+        )
+
+
+def checkpoint_before(
+    folder: Path, step: int, world: World, say: Callable[[str], None]
+) -> Path | None:
+    """The newest whole checkpoint of a step before this one; later ones are removed. Collective."""
+    found = share_from_main(checkpoints_in(folder))
+    path = newest_whole([each for each in found if step_of(each) < step], world, say)
+    if path is not None and world.is_main:
+        for later in found:
+            if step_of(later) >= step:
+                remove_checkpoint(later)
+    wait_for_all()
+    return path
 
 
 def load_checkpoint(
     path: Path, engine: Engine, stream: Any, config: TrainingConfig, world: World
 ) -> dict[str, Any]:
     """Restores engine, stream and random state; returns the counters. Collective.
+
+    Args:
+        stream: None leaves the data where they are.
 
     Raises:
         UserError: the checkpoint is damaged, or was written by a run of another shape.
@@ -110,7 +183,8 @@ def load_checkpoint(
         error = found
     raise_together(error)
     engine.load(path / "engine")
-    stream.load_state_dict(stream_state(path, manifest["world_size"], world))
+    if stream is not None:
+        stream.load_state_dict(stream_state(path, manifest["world_size"], world))
     set_random_state(_rank_state(path, world.rank)["random"], world.device)
     return manifest["counters"]
 

@@ -18,24 +18,17 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
 
+from .checks import require as _require
+from .checks import require_known as _require_known
+from .chunk_schedule import ChunkSchedule
+from .health import SpikeConfig
+from .loggers import LOGGERS
+from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
 
 PARTS = ("vision", "projector", "chunk", "experts", "embedding", "rest")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _require_known(given: Any, known: Any, where: str) -> None:
-    try:
-        check_known_keys(given, known, where)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 @dataclasses.dataclass
@@ -106,14 +99,23 @@ class TrainingConfig:
         schedule: cosine | wsd (warm-up, stable, then linear decay).
         warmup_fraction, decay_fraction: shares of the run; `decay_fraction` is used by wsd alone.
         final_learning_rate: share of the peak rate that is left at the end.
+        chunk_schedule: ratio warm-up and other values of `model.chunk` that move along the run.
+        watch: when the run warns of its ratio, its router and idle experts.
+        loggers: where metrics go beside metrics.jsonl: tensorboard, wandb, trackio.
+        logger_options: keyword arguments of each logger's start, by its name.
         log_every: steps between two lines of metrics.jsonl; the first step is always logged, and
             the last one of a run that ends by steps.
         checkpoint_every: steps between two checkpoints; 0 writes one at the end of the run alone.
         checkpoint_at_end: write a resumable checkpoint when the run ends.
         keep_checkpoints: newest checkpoints that are kept; 0 keeps all.
+        keep_every: steps between checkpoints that are kept for good, a multiple of
+            `checkpoint_every`; 0: none.
+        stopped_exit_status: exit status of a run that a signal has ended (with a checkpoint);
+            None: 128 and the signal's number, 143 for SIGTERM.
         resume: auto (newest checkpoint of the run's folder, if any) | never | path of a checkpoint.
         max_nonfinite_steps: optimiser steps in a row with a loss or gradient that is not finite
             (each is skipped and counted) after which the run stops.
+        spike_guard: when a loss that spikes takes the run back to a checkpoint; off by default.
         activation_checkpointing: recompute layers in the backward pass to save memory.
         threads: torch threads of each process on CPU; 0 leaves torch's choice.
         timeout_minutes: how long a process waits for the others before it ends with an error.
@@ -138,12 +140,19 @@ class TrainingConfig:
     warmup_fraction: float = 0.03
     decay_fraction: float = 0.2
     final_learning_rate: float = 0.0
+    chunk_schedule: ChunkSchedule = dataclasses.field(default_factory=ChunkSchedule)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    loggers: list = dataclasses.field(default_factory=list)
+    logger_options: dict = dataclasses.field(default_factory=dict)
     log_every: int = 10
     checkpoint_every: int = 0
     checkpoint_at_end: bool = True
     keep_checkpoints: int = 2
+    keep_every: int = 0
+    stopped_exit_status: int | None = None
     resume: str = "auto"
     max_nonfinite_steps: int = 10
+    spike_guard: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
     activation_checkpointing: bool = False
     threads: int = 0
     timeout_minutes: float = 30.0
@@ -177,6 +186,7 @@ class TrainingConfig:
             "gradient_clipping",
             "checkpoint_every",
             "keep_checkpoints",
+            "keep_every",
         ):
             _require(
                 getattr(self, name) >= 0,
@@ -193,6 +203,19 @@ class TrainingConfig:
         )
         _require_known(self.part_learning_rates, PARTS, "training.part_learning_rates")
         _require_known(self.freeze, PARTS, "training.freeze")
+        status = self.stopped_exit_status
+        _require(
+            status is None or 1 <= status <= 255,
+            f"training.stopped_exit_status is {status}; give 1 to 255",
+        )
+        _require(
+            not self.keep_every
+            or (self.checkpoint_every > 0 and self.keep_every % self.checkpoint_every == 0),
+            f"training.keep_every is {self.keep_every}, but checkpoints are written every "
+            f"{self.checkpoint_every} steps (training.checkpoint_every); give a multiple",
+        )
+        _require_known(self.loggers, LOGGERS, "training.loggers")
+        _require_known(self.logger_options, self.loggers, "training.logger_options")
 
 
 @dataclasses.dataclass

@@ -16,14 +16,10 @@ import torch
 from .distributed import gather_objects, sum_over_ranks
 
 _LOSSES = ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss")
-_COUNTS = (
-    "text_tokens",
-    "image_tokens",
-    "text_boundaries",
-    "image_boundaries",
-    "confidence",
-    "probabilities",
-)
+# Of one modality: tokens, boundaries, and of the tokens whose boundary is not forced their number,
+# their boundaries, and the sum of |p - 1/2|.
+_COUNTS = ("tokens", "boundaries", "free", "free_boundaries", "confidence")
+_MODALITIES = ("text", "image")
 
 
 def _float(value: Any) -> torch.Tensor:
@@ -41,14 +37,21 @@ class StepStatistics:
     Args:
         image_token_id: the placeholder of image tokens; None in text-only models.
         detailed: also collect losses by source and modality and the experts' load.
+
+    Attributes:
+        relative_load: by stage, `[layers][E]` loads over their fair share; empty before details are
+            reduced.
     """
 
     def __init__(self, image_token_id: int | None, detailed: bool = True) -> None:
         self._image_token_id, self._detailed = image_token_id, detailed
         self._losses: list[list[torch.Tensor]] = []
-        self._counts: list[list[torch.Tensor]] = []
+        self._counts: list[torch.Tensor] = []
+        self._documents = torch.zeros(len(_MODALITIES), 3, dtype=torch.float64)
         self._by_group: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self._load: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+        self._entropy: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+        self.relative_load: dict[str, list[list[float]]] = {}
         self._by_target: dict[float, torch.Tensor] = {}
 
     def add(self, batch: Any, out: Any) -> None:
@@ -58,27 +61,47 @@ class StepStatistics:
         self._losses.append([_float(getattr(out, name, None)) for name in _LOSSES])
         chunks = getattr(out, "chunks", None)
         if chunks is not None and not batch.is_filler:
-            self._counts.append(self._count_chunks(batch.input_ids, chunks))
+            self._counts.append(self._count_chunks(batch, chunks))
         if not self._detailed:
             return
         self._add_losses_by_group(batch, out)
         self._by_target = getattr(chunks, "ratio_by_target", None) or {}
         for stage, load in (getattr(out, "expert_load", None) or {}).items():
             self._load[stage].append(load.detach().double().cpu())
+        for stage, entropy in (getattr(out, "router_entropy", None) or {}).items():
+            self._entropy[stage].append(entropy.double().cpu())
 
-    def _count_chunks(self, input_ids: torch.Tensor, chunks: Any) -> list[torch.Tensor]:
-        is_image = torch.zeros_like(input_ids, dtype=torch.bool)
+    def _count_chunks(self, batch: Any, chunks: Any) -> torch.Tensor:
+        """`[2, counts]` of one micro-batch, by modality; forced boundaries are those of p = 1."""
+        is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         if self._image_token_id is not None:
-            is_image = input_ids == self._image_token_id
-        boundary, probability = chunks.boundary_mask, chunks.boundary_prob
-        return [
-            _float((~is_image).sum()),
-            _float(is_image.sum()),
-            _float((boundary & ~is_image).sum()),
-            _float((boundary & is_image).sum()),
-            _float((probability.float() - 0.5).abs().sum()),
-            _float(probability.numel()),
-        ]
+            is_image = batch.input_ids == self._image_token_id
+        boundary, probability = chunks.boundary_mask, chunks.boundary_prob.detach().double()
+        free, ones = probability < 1, torch.ones_like(probability)
+        rows = (ones, boundary, free, free & boundary, (probability - 0.5).abs() * free)
+        of_modality = torch.stack((~is_image, is_image)).double()
+        if self._detailed:
+            self._count_documents(batch.cu_seqlens, is_image, free, free & boundary)
+        return of_modality @ torch.stack([row.double() for row in rows], dim=1)
+
+    def _count_documents(
+        self,
+        cu_seqlens: torch.Tensor,
+        is_image: torch.Tensor,
+        free: torch.Tensor,
+        fired: torch.Tensor,
+    ) -> None:
+        """Counts, by modality, documents with free tokens, and those where none and all fired."""
+        places = torch.arange(is_image.numel(), device=is_image.device)
+        group = 2 * document_of(places, cu_seqlens) + is_image
+        number = 2 * (cu_seqlens.numel() - 1)
+        tokens, boundaries = (
+            torch.bincount(group, weights=each.double(), minlength=number).view(-1, 2)
+            for each in (free, fired)
+        )
+        present = tokens > 0
+        kinds = (present, present & (boundaries == 0), present & (boundaries == tokens))
+        self._documents += torch.stack([kind.sum(0) for kind in kinds], dim=1).cpu()
 
     def _add_losses_by_group(self, batch: Any, out: Any) -> None:
         losses, positions = (
@@ -112,12 +135,16 @@ class StepStatistics:
         losses = torch.stack([torch.stack(row) for row in self._losses]).sum(0) / (
             number * world_size
         )
-        counts = torch.zeros(len(_COUNTS), dtype=torch.float64)
+        counts = torch.zeros(len(_MODALITIES), len(_COUNTS), dtype=torch.float64)
         if self._counts:
-            counts = torch.stack([torch.stack(row) for row in self._counts]).sum(0)
-        packed = sum_over_ranks(torch.cat([losses, counts.to(losses.device)]).tolist(), device)
+            counts = torch.stack(self._counts).sum(0)
+        packed = torch.cat([losses, counts.flatten().to(losses.device)]).tolist()
+        packed = sum_over_ranks([*packed, *self._documents.flatten().tolist()], device)
         result: dict[str, Any] = dict(zip(_LOSSES, packed[: len(_LOSSES)], strict=True))
-        result.update(_chunk_metrics(dict(zip(_COUNTS, packed[len(_LOSSES) :], strict=True))))
+        at = len(_LOSSES) + counts.numel()
+        result.update(_chunk_metrics(packed[len(_LOSSES) : at]))
+        if self._detailed:
+            result.update(_document_metrics(packed[at:]))
         return result
 
     def reduce_details(
@@ -142,6 +169,7 @@ class StepStatistics:
                 counts[source].update(numbers)
             for stage, values in rank_load.items():
                 loads[stage].append(values)
+        self.relative_load = {stage: _over_fair_share(values) for stage, values in loads.items()}
         means = {group: total / count for group, (total, count) in sorted(totals.items()) if count}
         details: dict[str, Any] = {
             "lm_loss_text": means.get("text"),
@@ -151,7 +179,14 @@ class StepStatistics:
                 for group, mean in means.items()
                 if group.startswith("source:")
             },
-            "expert_load": {stage: _load_extremes(values) for stage, values in loads.items()},
+            "expert_load": {
+                stage: _load_extremes(values) for stage, values in self.relative_load.items()
+            },
+            # The model has summed it over ranks.
+            "router_entropy": {
+                stage: round(float(torch.stack(values).mean()), 6)
+                for stage, values in self._entropy.items()
+            },
             "skipped": dict(sorted(skips.items())),
             "delivered_by_source": {source: dict(counts[source]) for source in sorted(counts)},
         }
@@ -162,27 +197,68 @@ class StepStatistics:
         return details
 
 
-def _load_extremes(loads: list) -> dict[str, float]:
-    """Largest and smallest load of any expert, over its fair share (1 is balanced);
-    `loads` [ranks, layers, E].
-    """
-    relative = torch.tensor(loads, dtype=torch.float64).mean(0)
-    relative = relative * relative.shape[-1]
-    return {"max": round(float(relative.max()), 4), "min": round(float(relative.min()), 4)}
+def _over_fair_share(loads: list) -> list[list[float]]:
+    """`[layers, E]` loads over their fair share (1 is balanced) from `[ranks, layers, E]` ones."""
+    mean = torch.tensor(loads, dtype=torch.float64).mean(0)
+    return (mean * mean.shape[-1]).tolist()
+
+
+def _load_extremes(relative: list[list[float]]) -> dict[str, float]:
+    """Largest and smallest load of any expert in any layer."""
+    every = [load for layer in relative for load in layer]
+    return {"max": round(max(every), 4), "min": round(min(every), 4)}
 
 
 def _share(total: float, count: float) -> float | None:
     return total / count if count else None
 
 
-def _chunk_metrics(counts: dict[str, float]) -> dict[str, float | None]:
-    tokens = counts["text_tokens"] + counts["image_tokens"]
-    return {
-        "ratio": _share(tokens, counts["text_boundaries"] + counts["image_boundaries"]),
-        "ratio_image": _share(counts["image_tokens"], counts["image_boundaries"]),
-        "ratio_text": _share(counts["text_tokens"], counts["text_boundaries"]),
-        "boundary_confidence": _share(counts["confidence"], counts["probabilities"]),
-    }
+def _chunk_metrics(values: list[float]) -> dict[str, float | None]:
+    """Ratios and confidences from the counts of text, then of images."""
+    text, image = (
+        dict(zip(_COUNTS, values[start : start + len(_COUNTS)], strict=True))
+        for start in (0, len(_COUNTS))
+    )
+    groups = (("", {name: text[name] + image[name] for name in _COUNTS}),)
+    result: dict[str, float | None] = {}
+    for suffix, counts in (*groups, ("_image", image), ("_text", text)):
+        result[f"ratio{suffix}"] = _share(counts["tokens"], counts["boundaries"])
+        result[f"boundary_confidence{suffix}"] = _share(counts["confidence"], counts["free"])
+        if suffix:
+            result[f"boundary_share{suffix}"] = _share(counts["free_boundaries"], counts["free"])
+    return result
+
+
+def _document_metrics(values: list[float]) -> dict[str, float | None]:
+    """Shares of documents without and with every boundary, from counts of text, then of images."""
+    result = {}
+    for modality, start in zip(_MODALITIES, (0, 3), strict=True):
+        present, none, every = values[start : start + 3]
+        result[f"documents_without_boundary_{modality}"] = _share(none, present)
+        result[f"documents_all_boundary_{modality}"] = _share(every, present)
+    return result
+
+
+class Speed:
+    """Tokens and time since the last logged step."""
+
+    def __init__(self) -> None:
+        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
+
+    def add(self, seconds: float, waited: float) -> None:
+        """Takes a step's duration, and the part of it spent waiting for data."""
+        self._seconds += seconds
+        self._waited += waited
+
+    def take(self) -> dict[str, float]:
+        """tokens_per_second and data_wait_share; starts anew."""
+        seconds = max(self._seconds, 1e-9)
+        speed = {
+            "tokens_per_second": self.tokens / seconds,
+            "data_wait_share": self._waited / seconds,
+        }
+        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
+        return speed
 
 
 def peak_memory_bytes(device: torch.device) -> int:

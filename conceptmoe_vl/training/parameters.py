@@ -29,7 +29,7 @@ _RULES = (
     ("vision", ("vision", "vision_tower", "tower")),
     ("chunk", ("chunk", "to_concept", "from_concept", "joint")),
     ("embedding", ("embed_tokens", "lm_head")),
-    ("experts", ("experts", "shared", "gate")),
+    ("experts", ("experts", "shared", "shared_gate", "gate")),
 )
 
 

@@ -4,7 +4,9 @@ run_dir/config.yaml            the resolved configuration
 run_dir/metrics.jsonl          a line per logged step
 run_dir/evaluation.jsonl       a line per evaluation on held-out data
 run_dir/nonfinite.jsonl        steps that were skipped, with the keys of their samples
+run_dir/rollbacks.jsonl        spikes of the loss that the run was rolled back from
 run_dir/checkpoints/step-N/    resumable state: manifest.json, engine/, rank-R.pt
+run_dir/checkpoints/latest     name of the newest checkpoint, written when it has been verified
 run_dir/model/                 what `from_pretrained` loads
 """
 
@@ -25,7 +27,11 @@ import torch
 from conceptmoe_vl.errors import UserError
 
 _STEP = re.compile(r"step-(\d+)")
-FORMAT = 1
+FORMAT = 2
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint whose files are not those that were written."""
 
 
 def _finite(value: Any) -> Any:
@@ -65,8 +71,13 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 def write_json(path: Path, values: dict) -> None:
     """Writes a JSON file, whole or not at all."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file, whole or not at all."""
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
@@ -110,13 +121,15 @@ def read_manifest(checkpoint: Path) -> dict:
     """The manifest of a checkpoint whose files are all there at their sizes.
 
     Raises:
-        UserError: the folder is no checkpoint, or a file is missing or has another size.
+        DamagedCheckpointError: the folder is no checkpoint, or a file is missing or has another
+            size.
+        UserError: another version wrote it.
     """
     path = checkpoint / "manifest.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(
+        raise DamagedCheckpointError(
             f"{checkpoint} is no complete checkpoint: cannot read manifest.json ({error})"
         ) from error
     if manifest.get("format") != FORMAT:
@@ -125,25 +138,31 @@ def read_manifest(checkpoint: Path) -> dict:
             f"{FORMAT}"
         )
     present = file_sizes(checkpoint)
-    for name, size in manifest["files"].items():
-        if present.get(name) != size:
-            raise UserError(
+    for name, written in manifest["files"].items():
+        if present.get(name) != written["bytes"]:
+            raise DamagedCheckpointError(
                 f"checkpoint {checkpoint} is damaged: {name} has {present.get(name, 'no')} bytes, "
-                f"{size} were written; "
-                "resume from an older one with training.resume=PATH"
+                f"{written['bytes']} were written"
             )
     return manifest
 
 
-def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints (0 keeps all) and what killed writes left."""
+def remove_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Removes all but the newest `keep` checkpoints (0 keeps all) and what killed writes left.
+
+    Those of every `keep_every` steps stay (0: none).
+    """
     for left in folder.glob(".writing-*"):
         shutil.rmtree(left, ignore_errors=True)
     for path in checkpoints_in(folder)[:-keep] if keep else []:
-        os.remove(
-            path / "manifest.json"
-        )  # from here on it is no checkpoint, even if the removal is cut short
-        shutil.rmtree(path)
+        if not keep_every or step_of(path) % keep_every:
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint; if that is cut short, what is left is none."""
+    os.remove(path / "manifest.json")
+    shutil.rmtree(path)
 
 
 def random_state(device: torch.device) -> dict:

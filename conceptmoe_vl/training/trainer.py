@@ -23,16 +23,27 @@ import torch
 
 from conceptmoe_vl.errors import UserError
 
-from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    checkpoint_before,
+    find_checkpoint,
+    load_checkpoint,
+    require_unused,
+    save_checkpoint,
+)
+from .chunk_schedule import ChunkScheduler
 from .config import TrainingConfig
-from .distributed import World, ensure_folder, gather_objects, sum_over_ranks, wait_for_all
+from .distributed import World, ensure_folder, sum_over_ranks, wait_for_all
 from .engine import build_engine
 from .export import export_model
-from .metrics import StepStatistics, peak_memory_bytes
+from .health import FiniteGuard, SpikeGuard
+from .held_out import evaluate_held_out
+from .metrics import Speed, StepStatistics, peak_memory_bytes
 from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
-from .run_files import append_line, drop_lines_after, random_state, set_random_state, set_seed
+from .run_files import drop_lines_after, set_seed
+from .run_log import RunLog
 from .schedule import learning_rate_factor, run_progress
+from .watch import RunWatch
 
 
 class Trainer:
@@ -82,15 +93,20 @@ class Trainer:
         self.reporter.show_parts(summarise_parts(model, config), config.engine)
         self.engine = build_engine(model, config, world)
         self.engine.module.train()
+        self._chunks = ChunkScheduler(self.engine.module, config.chunk_schedule)
         self.step_number = self.samples = self.tokens = 0
         self.seconds = 0.0
-        self.nonfinite_steps = self._nonfinite_in_a_row = 0
         self.stopped_by: int | None = None
         self._requested_stop: int | None = None
         self._ended = False
-        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
+        self._speed = Speed()
         self._batches = iter(stream)
         ensure_folder(self.run_dir, world)
+        path, say = self.run_dir / "nonfinite.jsonl", self.reporter.say
+        self._finite = FiniteGuard(config.max_nonfinite_steps, path, world, say)
+        self._watch = RunWatch(config.watch, config.chunk_schedule.ratio_warmup)
+        self._spikes = SpikeGuard(config.spike_guard)
+        self._log = RunLog(self.run_dir, config, world, say)
         # Every rank samples its own noise from here on; weights were made from the common seed.
         set_seed(config.seed + 1 + world.rank)
 
@@ -98,6 +114,10 @@ class Trainer:
     def progress(self) -> float:
         """Share of the run that is done, 0 to 1."""
         return run_progress(self.config, self.step_number, self.seconds)
+
+    @property
+    def nonfinite_steps(self) -> int:
+        return self._finite.steps
 
     def request_stop(self, signal_number: int, frame: Any = None) -> None:
         """Signal handler: ends the run after the present step with a checkpoint;
@@ -124,7 +144,7 @@ class Trainer:
         supervised, used = self._count(batches)
         if not used:
             return None
-        rates = self._set_learning_rates()
+        rates, targets = self._set_learning_rates(), self._chunks.set(self.progress)
         is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
         logged = (
             is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
@@ -142,16 +162,25 @@ class Trainer:
         metrics = statistics.reduce_losses(self.world.size, self.world.device)
         norm = self.engine.step(cancel=not math.isfinite(metrics["loss"]))
         self.step_number += 1
-        metrics |= {"lr": rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
-        self._watch_finite(metrics, batches)
-        self._advance_clock(time.perf_counter() - started, waited)
+        metrics |= {**targets, **rates, "grad_norm": norm, "supervised_tokens": int(supervised)}
+        self._finite.look(self.step_number, metrics, (key for b in batches for key in b.keys))
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self._speed.add(seconds, waited)
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
         metrics = {**counters, **metrics}
         if logged:
             metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
-            metrics |= self._interval_metrics()
-            if self.world.is_main:
-                append_line(self.run_dir / "metrics.jsonl", metrics)
+            metrics |= self._speed.take()
+            metrics |= {
+                "peak_memory": peak_memory_bytes(self.world.device),
+                "seconds": self.seconds,
+                "epoch": getattr(self.stream, "epoch", 0),
+            }
+        warnings = self._watch.look(metrics, self.progress, statistics.relative_load)
+        self._log.warn(self.step_number, warnings)
+        if logged:
+            self._log.metrics(metrics)
         return metrics
 
     def _fetch(self) -> list[Any]:
@@ -193,7 +222,7 @@ class Trainer:
             self.stopped_by = self._requested_stop or int(signal.SIGTERM)
         self.samples += int(samples)
         self.tokens += int(tokens)
-        self._interval_tokens += int(tokens)
+        self._speed.tokens += int(tokens)
         if not supervised:
             self.reporter.say(
                 f"warning: step {self.step_number + 1} has no supervised token on any rank; only "
@@ -201,58 +230,13 @@ class Trainer:
             )
         return supervised, used
 
-    def _set_learning_rates(self) -> float:
-        """Sets every group's rate; returns the rate of parts without one of their own."""
+    def _set_learning_rates(self) -> dict[str, Any]:
+        """Sets every group's rate; returns that of most parts, and of those with their own."""
         factor = learning_rate_factor(self.config, self.progress)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-        return self.config.learning_rate * factor
-
-    def _watch_finite(self, metrics: dict[str, Any], batches: list[Any]) -> None:
-        finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-        self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
-        self.nonfinite_steps += not finite
-        metrics["nonfinite_steps"] = self.nonfinite_steps
-        if finite:
-            return
-        keys = gather_objects([key for batch in batches for key in batch.keys])
-        what = "loss" if not math.isfinite(metrics["loss"]) else "gradient"
-        if self.world.is_main:
-            line = {
-                "step": self.step_number,
-                "what": what,
-                "loss": metrics["loss"],
-                "keys_by_rank": keys,
-            }
-            append_line(self.run_dir / "nonfinite.jsonl", line)
-        self.reporter.say(
-            f"warning: the {what} of step {self.step_number} is not finite; the step is skipped "
-            f"({self.nonfinite_steps} so far; keys in {self.run_dir / 'nonfinite.jsonl'})"
-        )
-        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
-            raise UserError(
-                f"the {what} was not finite in {self._nonfinite_in_a_row} steps in a row, up to "
-                f"step {self.step_number}; lower training.learning_rate or look at the samples in "
-                f"{self.run_dir / 'nonfinite.jsonl'}"
-            )
-
-    def _advance_clock(self, seconds: float, waited: float) -> None:
-        self.seconds += seconds
-        self._interval_seconds += seconds
-        self._interval_wait += waited
-
-    def _interval_metrics(self) -> dict[str, Any]:
-        """Speed since the last logged step, then starts a new interval."""
-        seconds = max(self._interval_seconds, 1e-9)
-        metrics = {
-            "tokens_per_second": self._interval_tokens / seconds,
-            "data_wait_share": self._interval_wait / seconds,
-            "peak_memory": peak_memory_bytes(self.world.device),
-            "seconds": self.seconds,
-            "epoch": getattr(self.stream, "epoch", 0),
-        }
-        self._interval_tokens, self._interval_seconds, self._interval_wait = 0, 0.0, 0.0
-        return metrics
+        own = {part: peak * factor for part, peak in self.config.part_learning_rates.items()}
+        return {"lr": self.config.learning_rate * factor, **({"lr_by_part": own} if own else {})}
 
     def train(self) -> dict[str, Any] | None:
         """Runs to the end of the run: steps, checkpoints, evaluations. Collective.
@@ -267,15 +251,22 @@ class Trainer:
                 if metrics is None:
                     break
                 last = metrics
+                if self._spikes.look(metrics["lm_loss"]):
+                    self.roll_back()
+                    continue
                 self.reporter.update(metrics, self.progress)
                 if self._is_due(self.config.checkpoint_every):
                     self.save_checkpoint()
                 if self._is_due(self._evaluate_every):
                     self.evaluate()
+        except UserError:
+            self._log.close()
+            raise
         finally:
             self.reporter.close()
         if last is not None:
             self._finish()
+        self._log.close()
         return last
 
     def _finish(self) -> None:
@@ -307,7 +298,8 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "nonfinite_steps": self.nonfinite_steps,
-            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "nonfinite_in_a_row": self._finite.in_a_row,
+            "spikes": self._spikes.state_dict(),
         }
         folder = self.run_dir / "checkpoints"
         return save_checkpoint(
@@ -323,33 +315,58 @@ class Trainer:
         Raises:
             UserError: the checkpoint is damaged or was written by a run of another shape.
         """
-        path = find_checkpoint(self.run_dir / "checkpoints", self.config.resume)
+        folder, say = self.run_dir / "checkpoints", self.reporter.say
+        path = find_checkpoint(folder, self.config.resume, self.world, say)
         if path is None:
-            self._require_unused()
+            require_unused(self.run_dir)
             return False
         counters = load_checkpoint(path, self.engine, self.stream, self.config, self.world)
         self._batches = iter(self.stream)
-        self.step_number = counters["step"]
-        self.samples, self.tokens = counters["samples"], counters["tokens"]
-        self.seconds, self.nonfinite_steps = counters["seconds"], counters["nonfinite_steps"]
-        self._nonfinite_in_a_row = counters["nonfinite_in_a_row"]
-        if self.world.is_main:
-            for name in ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl"):
-                drop_lines_after(self.run_dir / name, self.step_number)
-        wait_for_all()
+        self.seconds, self._finite.steps = counters["seconds"], counters["nonfinite_steps"]
+        self._finite.in_a_row = counters["nonfinite_in_a_row"]
+        self._spikes.load_state_dict(counters["spikes"])
+        self._go_to(counters, "metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl")
         self.reporter.say(f"resumed from {path} after step {self.step_number}")
         return True
 
-    def _require_unused(self) -> None:
-        """Raises if another run's metrics are in the way of a fresh start."""
-        path = self.run_dir / "metrics.jsonl"
-        if any(gather_objects(path.exists() and path.stat().st_size > 0)):
-            raise UserError(
-                f"{self.run_dir} holds a run without a checkpoint to resume from (or "
-                "training.resume=never); give another run_dir, or remove that folder"
-            )
+    def _go_to(self, counters: dict[str, Any], *files: str) -> None:
+        """Takes a checkpoint's place in the run; drops the files' lines of later steps."""
+        self.step_number = counters["step"]
+        self.samples, self.tokens = counters["samples"], counters["tokens"]
+        self._chunks.set(self.progress)
+        if self.world.is_main:
+            for name in files:
+                drop_lines_after(self.run_dir / name, self.step_number)
+        wait_for_all()
 
-    @torch.no_grad()
+    def roll_back(self) -> bool:
+        """Goes on from the newest checkpoint before the spike, with the data after it. Collective.
+
+        The data since that checkpoint are not seen again: a checkpoint written at once says so.
+
+        Returns:
+            Whether there was a checkpoint.
+        """
+        step, losses = self.step_number, list(self._spikes.losses)
+        folder, say = self.run_dir / "checkpoints", self.reporter.say
+        path = checkpoint_before(folder, step - len(losses) + 1, self.world, say)
+        what = f"the language loss spiked ({', '.join(f'{loss:.3f}' for loss in losses)})"
+        if path is None:
+            self._spikes.give_in()
+            self._log.warn(step, [f"{what}, and there is no checkpoint to go back to"])
+            return False
+        seen = self.samples
+        counters = load_checkpoint(path, self.engine, None, self.config, self.world)
+        self._spikes.went_back()
+        self._go_to(counters, "metrics.jsonl", "evaluation.jsonl")
+        skipped = seen - self.samples
+        self._log.rollback(step, self.step_number, losses, skipped)
+        self.save_checkpoint()
+        self._log.warn(
+            step, [f"{what}; back to step {self.step_number}, {skipped} samples skipped"]
+        )
+        return True
+
     def evaluate(self) -> dict[str, Any]:
         """Loss and ratio on the held-out batches, without touching the training stream. Collective.
 
@@ -359,29 +376,11 @@ class Trainer:
         """
         if self._held_out is None:
             raise UserError("there is no held-out data: set evaluation.data")
-        module, before = self.engine.module, random_state(self.world.device)
-        module.eval()
-        statistics, supervised, number = StepStatistics(self._image_token_id, detailed=False), 0, 0
-        for batch in self._held_out():
-            batch = batch.to(self.world.device)
-            statistics.add(
-                batch, self.engine.forward(**batch.model_inputs(), num_items_in_batch=1.0)
-            )
-            supervised, number = supervised + batch.num_supervised, number + 1
-        module.train()
-        set_random_state(before, self.world.device)
-        reduced = statistics.reduce_losses(self.world.size, self.world.device)
-        total, count = sum_over_ranks(
-            [reduced["lm_loss"] * number, float(supervised)], self.world.device
-        )
         result = {
             "step": self.step_number,
-            "lm_loss": total / max(count, 1),
-            "supervised_tokens": int(count),
+            **evaluate_held_out(self.engine, self._held_out(), self._image_token_id, self.world),
         }
-        result |= {key: reduced[key] for key in ("ratio", "ratio_image", "ratio_text")}
-        if self.world.is_main:
-            append_line(self.run_dir / "evaluation.jsonl", result)
+        self._log.evaluation(result)
         self.reporter.say(f"held-out loss {result['lm_loss']:.4f} after step {self.step_number}")
         return result
 
@@ -392,6 +391,7 @@ class Trainer:
             RuntimeError: a saved weight is missing or has not its full shape.
         """
         target = self.run_dir / "model"
+        self._log.warn(self.step_number, self._chunks.unfinished())
         weights = self.engine.gather_weights()
         if weights is not None:
             export_model(self.engine.module, weights, target, self._processor, self._generation)

@@ -7,6 +7,7 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -44,7 +45,7 @@ class Row(NamedTuple):
 
     Fields:
         number: from 1; None where rows have keys.
-        load: its content; raises `RecordError`.
+        load: its content, in any process; raises `RecordError`.
     """
 
     file: str
@@ -82,6 +83,14 @@ def table_rows(
                 yield from _line_rows(file)
         except OSError as error:
             raise UserError(f"'{file}' cannot be read ({error}); check the file") from error
+
+
+def source_files(path: Path) -> list[Path]:
+    """The files that rows of a path come from, of whatever layout; none where it is no path."""
+    if path.is_dir():
+        kinds = (*JSON_SUFFIXES, ".parquet", ".txt", ".tar")
+        return [entry for entry in folder_entries(path) if entry.suffix.lower() in kinds]
+    return [path] if path.exists() else []
 
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -189,13 +198,14 @@ def _paragraphs(file: Path) -> Iterator[Row]:
 
 
 def _paragraph(file: Path, number: int, data: bytes) -> Row:
-    def load() -> dict[str, str]:
-        try:
-            return {"text": data.decode("utf-8-sig").strip()}
-        except UnicodeDecodeError as error:
-            raise RecordError("bad_content", f"the text is no UTF-8 ({error})", "text") from error
+    return Row(str(file), number, None, partial(_decode_paragraph, data))
 
-    return Row(str(file), number, None, load)
+
+def _decode_paragraph(data: bytes) -> dict[str, str]:
+    try:
+        return {"text": data.decode("utf-8-sig").strip()}
+    except UnicodeDecodeError as error:
+        raise RecordError("bad_content", f"the text is no UTF-8 ({error})", "text") from error
 
 
 def _parquet_rows(file: Path, needed: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
@@ -237,14 +247,14 @@ def tar_rows(path: Path) -> Iterator[Row]:
     for shard, fault in index.damaged.items():
         message = f"'{shard}': {fault}; copy it again or take it away"
         raise FileError(shard, "truncated_shard", message)
-    reader = ShardReader()
     for sample in index.samples:
-        yield Row(sample.shard, None, sample.key, partial(_members, reader, sample))
-    reader.close()
+        yield Row(sample.shard, None, sample.key, partial(_members, sample))
 
 
-def _members(reader: ShardReader, sample: IndexedSample) -> dict[str, bytes]:
+def _members(sample: IndexedSample) -> dict[str, bytes]:
     if sample.repeated:
         name = sample.repeated[0]
         raise RecordError("repeated_member", f"the member '{name}' stands there twice", name)
-    return {name: reader.read(sample, name) for name in sample.members}
+    # A reader of its own: rows go to other processes, which open the shard themselves.
+    with contextlib.closing(ShardReader()) as reader:
+        return {name: reader.read(sample, name) for name in sample.members}

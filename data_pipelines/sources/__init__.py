@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data_pipelines.sources import easy_vqa, scenes
+from data_pipelines.building import Recipe
+from data_pipelines.sources import easy_vqa, openclipart, scenes, shakespeare, tuxpaint, wiki
 
-Build = Callable[..., dict]
+SOURCES: dict[str, Callable[..., Recipe]] = {
+    source.NAME: source.recipe
+    for source in (easy_vqa, scenes, openclipart, tuxpaint, wiki, shakespeare)
+}
+"""Name to its recipe.
 
-SOURCES: dict[str, Build] = {"easy_vqa": easy_vqa.build, "scenes": scenes.build}
-"""Name to `build(out, samples_per_shard, force) -> manifest`.
-
-Further keyword arguments are what the source can be asked for (`samples`, `seed`, `level`)."""
+Keyword arguments are what the source can be asked for (`samples`, `seed`, `level`, `path`,
+`language`, `question`, `unit`)."""

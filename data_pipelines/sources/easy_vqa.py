@@ -10,44 +10,36 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
-from data_pipelines.writing import new_folder, write_manifest, write_shards
+from data_pipelines.building import Made, Recipe
 
 NAME = "easy_vqa"
 
-Sample = tuple[str, dict, list[tuple[str, bytes]]]
+_Item = tuple[str, list[tuple[str, str]], str]  # key, questions with answers, path of the picture
 
 
-def build(out: Path, samples_per_shard: int = 1000, force: bool = False) -> dict[str, Any]:
-    """Writes the shards of both splits and the manifest.
+def recipe() -> Recipe:
+    """Both official splits.
 
     Raises:
-        UserError: the package is missing or incomplete, or `out` cannot be used.
+        UserError: the package is missing or incomplete.
     """
     package = _package()
-    splits = {
-        "train": (package.get_train_questions(), package.get_train_image_paths()),
-        "test": (package.get_test_questions(), package.get_test_image_paths()),
-    }
-    manifest: dict[str, Any] = {
-        "source": NAME,
-        "license": "MIT, Copyright (c) 2019 Victor Zhou",
-        "splits": {},
-    }
-    with new_folder(out, force) as folder:
-        for split, (questions, paths) in splits.items():
-            samples = _samples(split, questions, paths)
-            shards = write_shards(folder, split, samples, samples_per_shard)
-            manifest["splits"][split] = {
-                "samples": sum(shard["samples"] for shard in shards),
-                "questions": len(questions[0]),
-                "shards": shards,
-            }
-        write_manifest(folder, manifest)
-    return manifest
+    train = (package.get_train_questions(), package.get_train_image_paths())
+    test = (package.get_test_questions(), package.get_test_image_paths())
+    return Recipe(
+        manifest={"source": NAME, "license": "MIT, Copyright (c) 2019 Victor Zhou"},
+        splits={
+            "train": partial(_items, "train", *train),
+            "test": partial(_items, "test", *test),
+        },
+        make=_make,
+        name=lambda item: item[0],
+    )
 
 
 def _package() -> Any:
@@ -60,7 +52,7 @@ def _package() -> Any:
     return easy_vqa
 
 
-def _samples(split: str, questions: Any, paths: dict[int, str]) -> Iterator[Sample]:
+def _items(split: str, questions: Any, paths: dict[int, str]) -> Iterator[_Item]:
     """Samples in the order of the pictures' numbers; questions keep the package's order."""
     by_image: dict[int, list[tuple[str, str]]] = collections.defaultdict(list)
     for text, answer, image in zip(*questions, strict=True):
@@ -68,11 +60,13 @@ def _samples(split: str, questions: Any, paths: dict[int, str]) -> Iterator[Samp
     for image in sorted(by_image):
         if image not in paths:
             raise UserError(f"easy-vqa has no {split} picture {image}; install the package again")
-        yield (
-            f"{split}{image:06d}",
-            _record(by_image[image]),
-            [("png", Path(paths[image]).read_bytes())],
-        )
+        yield f"{split}{image:06d}", by_image[image], paths[image]
+
+
+def _make(item: _Item) -> Made:
+    key, pairs, path = item
+    picture = ("png", Path(path).read_bytes())
+    return Made(key, _record(pairs), [picture], {"questions": len(pairs)})
 
 
 def _record(pairs: list[tuple[str, str]]) -> dict[str, Any]:

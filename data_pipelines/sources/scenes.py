@@ -18,15 +18,14 @@ import hashlib
 import io
 import random
 import string
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Set
+from functools import partial
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from data_pipelines.building import Made, Recipe
 from data_pipelines.sources import scene_drawing as drawing
 from data_pipelines.sources.scene_questions import questions
-from data_pipelines.writing import new_folder, write_manifest, write_shards
 
 NAME = "scenes"
 LEVELS = (1, 2, 3, 4)
@@ -38,19 +37,11 @@ _WORDS = (
 )
 _ATTEMPTS = 1000  # for a picture that no other sample has
 
-Sample = tuple[str, dict, list[tuple[str, bytes]]]
+_Item = tuple[str, int, str]  # name of the drawing, level, key
 
 
-def build(
-    out: Path,
-    samples_per_shard: int = 1000,
-    force: bool = False,
-    *,
-    samples: int = 10_000,
-    seed: int = 0,
-    level: int | None = None,
-) -> dict[str, Any]:
-    """Writes the shards of both splits and the manifest.
+def recipe(*, samples: int = 10_000, seed: int = 0, level: int | None = None) -> Recipe:
+    """Both splits.
 
     Args:
         samples: of both splits together, two or more; a tenth (at least one) is for testing.
@@ -58,7 +49,7 @@ def build(
         level: 1 to 4; None takes them in turn.
 
     Raises:
-        UserError: an argument is out of range, or `out` cannot be used.
+        UserError: an argument is out of range.
     """
     if samples < 2:
         raise UserError(f"--samples is {samples}; give 2 or more, one of them for testing")
@@ -67,45 +58,45 @@ def build(
     if level is not None and level not in LEVELS:
         raise UserError(f"--level is {level}; give one of {list(LEVELS)}, or none for all")
     test = max(1, samples // TEST_SHARE)
-    manifest: dict[str, Any] = {
-        "source": NAME,
-        "license": "Apache-2.0, as this project; drawn by it",
-        "seed": seed,
-        "level": level or "1 to 4 in turn",
-        "splits": {},
-    }
-    drawn: set[bytes] = set()
-    with new_folder(out, force) as folder:
-        for split, count in (("train", samples - test), ("test", test)):
-            counts: Counter[str] = Counter()
-            made = _samples(split, count, seed, level, drawn, counts)
-            shards = write_shards(folder, split, made, samples_per_shard)
-            manifest["splits"][split] = {
-                "samples": count,
-                "questions": counts["questions"],
-                "shards": shards,
-            }
-        write_manifest(folder, manifest)
-    return manifest
+    return Recipe(
+        manifest={
+            "source": NAME,
+            "license": "Apache-2.0, as this project; drawn by it",
+            "seed": seed,
+            "level": level or "1 to 4 in turn",
+        },
+        splits={
+            split: partial(_items, split, count, seed, level)
+            for split, count in (("train", samples - test), ("test", test))
+        },
+        make=_make,
+        name=lambda item: item[2],
+        inputs=samples,
+        remake=_make,
+    )
 
 
-def _samples(
-    split: str, count: int, seed: int, level: int | None, drawn: set[bytes], counts: Counter[str]
-) -> Iterator[Sample]:
+def _items(split: str, count: int, seed: int, level: int | None) -> Iterator[_Item]:
     for number in range(count):
         chosen = level or LEVELS[number % len(LEVELS)]
-        scene, pairs, picture = new_sample(f"{seed}/{split}/{number}", chosen, drawn)
-        counts["questions"] += len(pairs)
-        yield f"{split}{number:07d}", _record(scene, pairs), [("png", picture)]
+        yield f"{seed}/{split}/{number}", chosen, f"{split}{number:07d}"
+
+
+def _make(item: _Item, drawn: Set[bytes] = frozenset()) -> Made:
+    name, level, key = item
+    scene, pairs, picture, digest = new_sample(name, level, drawn)
+    counts = {"questions": len(pairs)}
+    return Made(key, _record(scene, pairs), [("png", picture)], counts, digest)
 
 
 def new_sample(
-    name: str, level: int, drawn: set[bytes]
-) -> tuple[drawing.Scene, list[tuple[str, str]], bytes]:
-    """Scene, questions with answers, and PNG; a function of `name`, `level` and `drawn`.
+    name: str, level: int, drawn: Set[bytes]
+) -> tuple[drawing.Scene, list[tuple[str, str]], bytes, bytes]:
+    """Scene, questions with answers, PNG and the picture's digest, 16 bytes; a function of the
+    arguments.
 
     Args:
-        drawn: digests of pictures that must not come again; the new one is added.
+        drawn: digests of pictures that must not come again.
 
     Raises:
         UserError: no new picture was found.
@@ -117,10 +108,9 @@ def new_sample(
         image = drawing.draw(scene)
         digest = hashlib.sha256(image.tobytes()).digest()[:16]
         if digest not in drawn:
-            drawn.add(digest)
             buffer = io.BytesIO()
             image.save(buffer, "PNG", compress_level=9)
-            return scene, questions(scene, rng), buffer.getvalue()
+            return scene, questions(scene, rng), buffer.getvalue(), digest
     raise UserError(f"level {level} has no further picture after {len(drawn)}; ask for fewer")
 
 

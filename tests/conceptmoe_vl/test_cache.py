@@ -50,7 +50,7 @@ def check_continues(model, cache, documents, done):
 def test_any_number_of_the_last_calls_tokens_is_taken_back(combo):
     """Prefill, one longer call, then every crop of it that does not go through an image."""
     model = model_of(combo)
-    parts = [6, 9] if combo[3] == "text" else [3, "image", 5]
+    parts = {"text": [6, 9], "tiles": [3, ("tiles", 1, 2), 5]}.get(combo[3], [3, "image", 5])
     document = make_document(parts, 1)
     length, first = len(document.ids), 2
     for removed in range(length - first + 1):

@@ -25,6 +25,7 @@ from tests.flop_counting import flops_of
 from tests.tiny import (
     NATIVE_VISION,
     PLAIN_VISION,
+    TILES_VISION,
     make_document,
     packed,
     randomize,
@@ -74,6 +75,7 @@ def configurations(draw, with_vision: bool = True):
     if chunk["router"] in ("cosine", "linear") and draw(st.booleans()):
         chunk["target_ratios"] = [1, chunk["target_ratio"], 5]
         chunk["ratio_scope"] = draw(st.sampled_from(["global", "modality"]))
+    shared = draw(st.integers(0, 2))
     text = {
         "hidden_size": draw(st.sampled_from([16, 32])),
         "concept_hidden_size": draw(st.sampled_from([None, 32, 48])),
@@ -85,15 +87,21 @@ def configurations(draw, with_vision: bool = True):
         "num_key_value_heads": heads[1],
         "head_dim": 8,
         "qk_norm": draw(st.booleans()),
+        "qk_norm_over": draw(st.sampled_from(["head", "all_heads"])),
+        "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
         "num_experts": experts,
         "num_experts_per_tok": draw(st.integers(1, experts)),
         "concept_num_experts": concept_experts,
         "concept_num_experts_per_tok": draw(st.integers(1, concept_experts)),
-        "num_shared_experts": draw(st.integers(0, 2)),
+        "num_shared_experts": shared,
+        "shared_intermediate_size": draw(st.sampled_from([None, 20])) if shared else None,
+        "shared_expert_gate": bool(shared) and draw(st.booleans()),
         "moe_intermediate_size": draw(st.sampled_from([8, 24])),
         "tie_word_embeddings": draw(st.booleans()),
     }
-    kinds = [None, PLAIN_VISION, NATIVE_VISION, CONVOLUTIONAL] if with_vision else [None]
+    kinds = (
+        [None, PLAIN_VISION, TILES_VISION, NATIVE_VISION, CONVOLUTIONAL] if with_vision else [None]
+    )
     vision = draw(st.sampled_from(kinds))
     if vision is not None:
         vision = {**vision, "projector": draw(st.sampled_from(["linear", "mlp"]))}
@@ -140,10 +148,10 @@ def test_forward_flops_are_the_counters(config, tokens):
     assert total(forward_flops(config, tokens, concepts=concepts)) == counted
 
 
-@pytest.mark.parametrize("vision", [PLAIN_VISION, NATIVE_VISION, CONVOLUTIONAL])
+@pytest.mark.parametrize("vision", [PLAIN_VISION, TILES_VISION, NATIVE_VISION, CONVOLUTIONAL])
 @pytest.mark.parametrize("projector", ["linear", "mlp"])
 def test_flops_of_images(vision, projector):
-    """The tower's and the projector's share, for square, native and downsampled images."""
+    """The tower's and the projector's share, for square, tiled, native and downsampled images."""
     config = tiny_config(vision={**vision, "projector": projector})
     model = ConceptMoEVLForConditionalGeneration(config)
     native = config.vision.size_policy == "native"
@@ -156,11 +164,13 @@ def test_flops_of_images(vision, projector):
     else:
         size = config.vision.image_size
         side = size // model.vision.patch_size // config.vision.downsample
-        pixels = (torch.randn(1, 3, size, size), [[side, side]])
+        tiles = config.vision.size_policy == "tiles"
+        grids = [[side, side], [2 * side, 2 * side]] if tiles else [[side, side]]
+        pixels = (torch.randn(5 if tiles else 1, 3, size, size), grids)
     counted = flops_of(lambda: model.projector(model.vision(*pixels)))
     flops = forward_flops(config, 64, images=1)
     assert total({"v": flops["vision"], "p": flops["projector"]}) == counted
-    doubled = forward_flops(config, 64, images=2)
+    doubled = forward_flops(config, 128, images=2)
     assert doubled["vision"].total == 2 * flops["vision"].total
 
 
@@ -303,9 +313,9 @@ def test_state_bytes_are_the_tensors(chunk):
         assert cache_bytes(model.config, 20, rows=3).state == held
 
 
-@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(("shared", "gate"), [(0, False), (2, False), (1, True)])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_activation_estimate(shared, qk_norm):
+def test_activation_estimate(shared, gate, qk_norm):
     """Within a tenth of what autograd saves in the layers, weights left out."""
     text = {
         "encoder_layers": 3,
@@ -314,6 +324,7 @@ def test_activation_estimate(shared, qk_norm):
         "hidden_size": 64,
         "moe_intermediate_size": 48,
         "num_shared_experts": shared,
+        "shared_expert_gate": gate,
         "qk_norm": qk_norm,
     }
     model = tiny_model(vision=None, text=text, router="none", joint_decoding_layers=0)

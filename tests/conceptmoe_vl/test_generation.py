@@ -33,13 +33,17 @@ MODES = [
     {"router": "linear", "merge": "mean", "concept_residual": "delta"},
     {"router": "fixed", "merge": "boundary", "image_mode": "grid", "target_ratio": 3},
     {"router": "none", "concept_residual": "delta"},
+    {"router": "cosine", "image_mode": "grid", "vision": "tiles"},
 ]
-by_mode = pytest.mark.parametrize("mode", MODES, ids=[mode["router"] for mode in MODES])
+by_mode = pytest.mark.parametrize(
+    "mode", MODES, ids=[mode.get("vision", mode["router"]) for mode in MODES]
+)
 
 
-def prompts():
+def prompts(mode=None):
     """Five prompts of 1 to 60 tokens, with and without images."""
-    parts = ([1], [60], [4, "image", 3], ["image", 1], [2, "image", "image", 9])
+    first = ("tiles", 2, 1) if (mode or {}).get("vision") == "tiles" else "image"
+    parts = ([1], [60], [4, first, 3], ["image", 1], [2, "image", first, 9])
     return [make_document(p, seed) for seed, p in enumerate(parts)]
 
 
@@ -57,7 +61,7 @@ def up_to_end(row):
 @by_mode
 def test_greedy_text_with_and_without_cache(mode):
     model = tiny_model(**mode)
-    cached, plain = (new_tokens(model, prompts(), use_cache=use) for use in (True, False))
+    cached, plain = (new_tokens(model, prompts(mode), use_cache=use) for use in (True, False))
     assert torch.equal(cached, plain)
 
 
@@ -66,7 +70,7 @@ def test_neighbours_in_the_batch_change_nothing(mode):
     """R20: logits and greedy text of a prompt alone and among others, log-likelihoods at any batch
     size.
     """
-    model, documents = tiny_model(**mode), prompts()
+    model, documents = tiny_model(**mode), prompts(mode)
     together = new_tokens(model, documents)
     for document, row in zip(documents, together, strict=True):
         assert up_to_end(new_tokens(model, [document])[0]) == up_to_end(row)
@@ -91,7 +95,7 @@ def test_neighbours_in_the_batch_change_nothing(mode):
 @by_mode
 def test_generated_steps_are_the_full_pass(mode):
     """The scores of every generated token equal the logits of one pass over prompt and answer."""
-    model, documents = tiny_model(**mode), prompts()[2:]
+    model, documents = tiny_model(**mode), prompts(mode)[2:]
     inputs = padded(documents)
     out = model.generate(
         **inputs, **GREEDY, eos_token_id=None, output_logits=True, return_dict_in_generate=True
@@ -109,7 +113,7 @@ def test_generated_steps_are_the_full_pass(mode):
 @by_mode
 def test_beams_and_several_samples(mode):
     """Beam search reorders the cache; several sequences a prompt repeat its images."""
-    model, documents = tiny_model(**mode), prompts()[1:4]
+    model, documents = tiny_model(**mode), prompts(mode)[1:4]
     options = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
     beams = [new_tokens(model, documents, use_cache=use, **options) for use in (True, False)]
     assert torch.equal(*beams)
@@ -141,12 +145,13 @@ def test_second_turn_with_a_new_image_continues_from_the_cache(mode):
     prompt.
     """
     model = tiny_model(**mode)
-    first = make_document([5, "image", 2], 1)
+    image = ("tiles", 1, 2) if mode.get("vision") == "tiles" else "image"
+    first = make_document([5, image, 2], 1)
     turn = model.generate(
         **padded([first]), **GREEDY, eos_token_id=None, return_dict_in_generate=True, use_cache=True
     )
     cache = getattr(turn, "cache", None) or turn.past_key_values
-    more = make_document([1, "image", 3], 2)
+    more = make_document([1, image, 3], 2)
     ids = tuple(turn.sequences[0].tolist()) + more.ids
     shift = turn.sequences.shape[1]
     grids = first.grids + tuple((start + shift, *shape) for start, *shape in more.grids)
@@ -225,8 +230,20 @@ def test_images_for_a_text_model():
 def test_more_grids_than_images():
     inputs = padded([make_document(["image", "image"])])
     inputs["pixel_values"] = inputs["pixel_values"][:1]
-    with pytest.raises(ValueError, match=r"1 images.*2 rows"):
+    with pytest.raises(ValueError, match=r"1 images.*2 rows.*stand for 2"):
         tiny_model()(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("vision", "grid"), [("plain", (1, 9)), ("plain", (6, 3)), ("tiles", (1, 9))]
+)
+def test_grids_that_are_not_made_of_squares(vision, grid):
+    inputs = padded([make_document([2, "image", "image", 1])])
+    inputs["image_grid_hw"][0] = torch.tensor(grid)
+    inputs["input_ids"] = torch.tensor([[3] + [IMAGE] * (grid[0] * grid[1] + 9)])
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with pytest.raises(ValueError, match=f"{grid[0]} x {grid[1]} tokens is not made of squares"):
+        tiny_model(vision=vision)(**inputs)
 
 
 def test_padding_on_the_right_is_refused_by_generate():

@@ -11,7 +11,13 @@ from PIL import Image
 from timm.data.naflex_transforms import patchify_image
 
 from conceptmoe_vl.configuration import VisionConfig
-from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor, collate_images
+from conceptmoe_vl.image_processing import (
+    ConceptMoEVLImageProcessor,
+    DecodedImage,
+    collate_images,
+)
+from conceptmoe_vl.images import ImageError
+from conceptmoe_vl.tiling import choose_tiles
 
 
 def picture(height: int, width: int) -> np.ndarray:
@@ -30,6 +36,16 @@ def test_fixed_pixels_are_normalised_and_placed_channels_first():
     )
     assert processed.grid == (2, 2)
     assert processed.pixels.is_contiguous()
+
+
+def test_a_decoded_picture_is_taken_as_it_is():
+    """Also where the processor's own limit is below that of whoever decoded it."""
+    processor = ConceptMoEVLImageProcessor(image_size=16, patch_size=8, max_pixels=100)
+    array = picture(20, 30)
+    decoded = processor.process(DecodedImage(Image.fromarray(array)))
+    assert torch.equal(decoded.pixels, processor.process(array).pixels)
+    with pytest.raises(ImageError, match="too large"):
+        processor.process(Image.fromarray(array))
 
 
 def test_fixed_pictures_of_any_size_give_one_square():
@@ -83,6 +99,72 @@ def test_native_pictures_are_padded_to_the_largest():
     assert not batch["pixel_values"][0, 4:].any()
 
 
+@pytest.mark.parametrize(
+    ("size", "most", "grid"),
+    [
+        ((50, 50), 12, (1, 1)),  # small: one tile, whatever the shape
+        ((40, 90), 12, (1, 1)),
+        ((120, 120), 12, (1, 1)),
+        ((200, 200), 12, (2, 2)),
+        ((200, 200), 3, (1, 1)),
+        ((300, 300), 6, (2, 2)),
+        ((45, 450), 12, (1, 5)),  # not (1, 10): no pixels are made up
+        ((100, 300), 12, (1, 3)),
+        ((310, 100), 12, (3, 1)),
+        ((100, 140), 12, (1, 1)),
+        ((100, 150), 12, (1, 2)),
+        ((1000, 1400), 12, (3, 4)),
+        ((1000, 1400), 6, (2, 3)),
+        ((100, 5000), 6, (1, 6)),
+        ((500, 2000), 12, (2, 6)),  # not (1, 4): all tiles are needed
+    ],
+)
+def test_the_grid_of_tiles_changes_the_sides_least(size, most, grid):
+    assert choose_tiles(*size, 100, most) == grid
+    assert choose_tiles(*size[::-1], 100, most) == grid[::-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 12))
+def test_no_grid_of_tiles_fits_better(height, width, most):
+    rows, columns = choose_tiles(height, width, 224, most)
+
+    def factor(r, c):
+        scales = (r * 224 / height, c * 224 / width)
+        return max(max(scale, 1 / scale) for scale in scales)
+
+    assert rows * columns <= most
+    for r in range(1, most + 1):
+        for c in range(1, most // r + 1):
+            assert factor(rows, columns) <= factor(r, c) * (1 + 1e-8)
+
+
+def test_tiles_are_the_picture_and_a_thumbnail_stands_before_them():
+    processor = ConceptMoEVLImageProcessor("tiles", 16, patch_size=8, max_tiles=6)
+    fixed = ConceptMoEVLImageProcessor("fixed", 16, patch_size=8)
+    array = picture(32, 48)
+    processed = processor.process(array)
+    assert processed.planes == ((2, 2), (4, 6))
+    assert processed.num_tokens == 4 + 24
+    assert processed.pixels.shape == (7, 3, 16, 16)
+    torch.testing.assert_close(processed.pixels[0], fixed.process(array).pixels)
+    whole = torch.from_numpy(array).permute(2, 0, 1) / 255 * 2 - 1
+    for row in range(2):
+        for column in range(3):
+            tile = whole[:, 16 * row : 16 * (row + 1), 16 * column : 16 * (column + 1)]
+            torch.testing.assert_close(processed.pixels[1 + 3 * row + column], tile)
+
+
+def test_pictures_of_one_tile_have_no_thumbnail():
+    processor = ConceptMoEVLImageProcessor("tiles", 16, patch_size=8, max_tiles=6)
+    small, large = picture(10, 14), picture(16, 33)
+    batch = processor([small, Image.fromarray(large), small])
+    assert batch["image_grid_hw"].tolist() == [[2, 2], [2, 2], [2, 4], [2, 2]]
+    assert batch["pixel_values"].shape == (1 + 3 + 1, 3, 16, 16)
+    assert torch.equal(batch["pixel_values"][0], batch["pixel_values"][4])
+    assert processor.process(small).planes == ((2, 2),)
+
+
 def test_no_pictures_give_no_arguments():
     assert collate_images([]) == {}
 
@@ -105,8 +187,9 @@ def test_a_text_only_model_refuses_pictures():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size_policy": "tiles"}, "'tiles' does not exist yet; choose fixed or native"),
-        ({"size_policy": "square"}, "'square'"),
+        ({"size_policy": "square"}, "'square'; choose fixed, tiles or native"),
+        ({"size_policy": "tiles", "image_size": 100}, "image_size 100 .* take 96"),
+        ({"size_policy": "tiles", "max_tiles": 0}, "max_tiles is 0"),
         ({"image_size": 100, "patch_size": 16}, "image_size 100 .* 16 x 1 = 16; take 96"),
         ({"size_policy": "native", "downsample": 4, "max_patches": 15}, "max_patches 15"),
     ],

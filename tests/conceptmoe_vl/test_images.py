@@ -136,6 +136,27 @@ def test_cmyk_is_converted():
     assert max(green, blue) < 60
 
 
+@pytest.mark.parametrize(
+    "ink",  # cyan, magenta, yellow and black, of 255
+    [(0, 255, 255, 0), (255, 0, 255, 0), (255, 255, 0, 0), (30, 90, 200, 0), (10, 200, 60, 120)],
+)
+def test_ycck_is_converted(ink):
+    """Adobe's CMYK is stored inverted; the transform 2 is YCbCr of the complement of the first
+    three stored values, as of an RGB picture, beside K. Pillow writes transform 0 alone."""
+    cyan, magenta, yellow, black = ink
+    # Stored is 255 - ink, whose complement, the "RGB" that is transformed, is the ink itself.
+    luma = 0.299 * cyan + 0.587 * magenta + 0.114 * yellow
+    stored = (luma, 128 + (yellow - luma) / 1.772, 128 + (cyan - luma) / 1.402, 255 - black)
+    written = tuple(255 - round(min(max(value, 0), 255)) for value in stored)  # Pillow inverts
+    data = bytearray(encoded(Image.new("CMYK", (16, 16), written), "JPEG", quality=100))
+    transform = data.index(b"Adobe") + 11
+    assert data[transform] == 0
+    data[transform] = 2
+    expected = [(255 - part) * (255 - black) / 255 for part in (cyan, magenta, yellow)]
+    pixels = np.asarray(decode_image(bytes(data))).astype(int)
+    assert np.abs(pixels - expected).max() <= 3
+
+
 def test_the_first_frame_of_an_animation_is_taken():
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "lime", "blue")]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -143,6 +164,14 @@ def test_the_first_frame_of_an_animation_is_taken():
     opened = Image.open(io.BytesIO(data))
     opened.seek(2)
     assert tuple(np.asarray(decode_image(opened))[0, 0]) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_decoded_file_is_a_plain_image_without_metadata(kind):
+    image = decode_image(with_orientation(1, kind))
+    assert type(image) is Image.Image
+    assert (image.mode, image.info, dict(image.getexif())) == ("RGB", {}, {})
+    assert image.size == image.copy().size == np.asarray(image).shape[1::-1]
 
 
 def test_a_callers_image_is_not_shared():

@@ -125,9 +125,11 @@ def test_invariant_4_any_pieces(data):
     piece.
     """
     combo = data.draw(st.sampled_from(ALL))
-    part = (
-        st.integers(1, 5) if combo[3] == "text" else st.one_of(st.integers(1, 5), st.just("image"))
-    )
+    part = st.integers(1, 5)
+    if combo[3] == "tiles":
+        part = st.one_of(part, st.sampled_from(["image", ("tiles", 1, 2)]))
+    elif combo[3] != "text":
+        part = st.one_of(part, st.just("image"))
     documents = [
         make_document(
             data.draw(st.lists(part, min_size=1, max_size=3)), data.draw(st.integers(0, 99))
@@ -142,38 +144,40 @@ def test_invariant_4_any_pieces(data):
     check_decoding(model_of(combo), documents, cuts)
 
 
-STRUCTURES = st.lists(
-    st.lists(
-        st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 3), st.integers(1, 4))),
-        min_size=1,
-        max_size=4,
-    ),
-    min_size=1,
-    max_size=4,
-)
-NATIVE = {}
+def structures(images):
+    """Parts of one to four documents, texts and images in any order."""
+    parts = st.lists(st.one_of(st.integers(1, 4), images), min_size=1, max_size=4)
+    return st.lists(parts, min_size=1, max_size=4)
+
+
+NATIVE_IMAGES = st.tuples(st.integers(1, 3), st.integers(1, 4))
+TILED_IMAGES = st.sampled_from(["image", ("tiles", 1, 2), ("tiles", 3, 1), ("tiles", 2, 2)])
+SHARED = {}
 
 
 @pytest.mark.parametrize("mode", ["sequential", "grid4", "grid8"])
+@pytest.mark.parametrize("vision", ["native", "tiles"])
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(parts=STRUCTURES, seed=st.integers(0, 999), side=st.sampled_from(["left", "right"]))
-def test_random_structures_of_native_images(mode, parts, seed, side):
+@given(data=st.data(), seed=st.integers(0, 999), side=st.sampled_from(["left", "right"]))
+def test_random_structures_of_images(vision, mode, data, seed, side):
     """Image first, image last, images in a row, grids of different shape, single tokens: packed =
     alone = padded.
     """
-    if mode not in NATIVE:
+    native = vision == "native"
+    parts = data.draw(structures(NATIVE_IMAGES if native else TILED_IMAGES))
+    if (vision, mode) not in SHARED:
         grid, neighborhood = mode.startswith("grid"), 8 if mode == "grid8" else 4
-        NATIVE[mode] = tiny_model(
-            vision="native", image_mode="grid" if grid else "sequential", neighborhood=neighborhood
+        SHARED[vision, mode] = tiny_model(
+            vision=vision, image_mode="grid" if grid else "sequential", neighborhood=neighborhood
         )
-    model = NATIVE[mode]
-    documents = [make_document(p, seed + i, native=True) for i, p in enumerate(parts)]
-    together = logits_of(model, documents, native=True)
-    inputs = padded(documents, side, extra=seed % 3, native=True)
+    model = SHARED[vision, mode]
+    documents = [make_document(p, seed + i, native=native) for i, p in enumerate(parts)]
+    together = logits_of(model, documents, native=native)
+    inputs = padded(documents, side, extra=seed % 3, native=native)
     with torch.no_grad():
         rows = model(**inputs).logits
     for row, (document, logits) in enumerate(zip(documents, together, strict=True)):
-        assert_close(logits, logits_of(model, [document], native=True)[0])
+        assert_close(logits, logits_of(model, [document], native=native)[0])
         assert_close(rows[row][inputs["attention_mask"][row].bool()], logits)
 
 

@@ -210,6 +210,26 @@ def test_native_pictures_carry_coordinates():
     assert placeholders == 7
 
 
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_picture_in_tiles_stands_between_one_pair_of_marks(template):
+    processor = new_processor(template, "tiles")
+    messages = [user("a", png(16, 32), png(16, 16), "?"), answer("x")]
+    sample = processor.encode(messages)
+    assert [image.planes for image in sample.images] == [((2, 2), (2, 4)), ((2, 2),)]
+    ids = processor.special_token_ids
+    start, pad, end = (ids[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    place = sample.input_ids.index(start)
+    both = [start, *[pad] * 12, end, start, *[pad] * 4, end]
+    assert sample.input_ids[place : place + 20] == both
+    batch = processor.apply_chat_template(messages)
+    assert batch["input_ids"][0].tolist() == sample.input_ids
+    assert batch["image_grid_hw"].tolist() == [[2, 2], [2, 4], [2, 2]]
+    assert batch["pixel_values"].shape == (4, 3, 16, 16)
+    text = processor.apply_chat_template(messages, tokenize=False)
+    images = [png(16, 32), png(16, 16)]
+    assert processor(text=text, images=images)["input_ids"][0] == sample.input_ids
+
+
 def test_every_length_limit_is_kept_or_refused(processor):
     messages = [user(png(), "and", png()), answer("x")]
     full = len(processor.encode(messages).input_ids)

@@ -62,6 +62,18 @@ VARIANTS = {
     "two_joint_of_three": {"joint_decoding_layers": 2, "text": {"decoder_layers": 3}},
     "no_qk_norm": {"text": {"qk_norm": False, "num_key_value_heads": 2}},
     "shared_experts": {"text": {"num_shared_experts": 2, "norm_topk_prob": False}},
+    "qwen2_moe": {
+        "text": {
+            "qk_norm": False,
+            "attention_bias": "qkv",
+            "num_shared_experts": 1,
+            "shared_intermediate_size": 24,
+            "shared_expert_gate": True,
+        }
+    },
+    "olmoe": {
+        "text": {"qk_norm_over": "all_heads", "attention_bias": "all", "num_key_value_heads": 2}
+    },
     "loops": {"text": {"concept_layers": 3, "concept_loops": [[1, 2, 2]]}},
     "wider": {"text": {"concept_hidden_size": 48}},
     "wider_delta": {"text": {"concept_hidden_size": 48}, "concept_residual": "delta"},
@@ -90,6 +102,34 @@ def test_native_grids_of_different_shape(neighborhood):
     parts = ([(2, 4), 3, (1, 5)], [2, (4, 2)], [(1, 1), (3, 1)])
     documents = [make_document(p, seed, native=True) for seed, p in enumerate(parts)]
     compare_forward(model, documents, native=True)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "grid"])
+def test_pictures_in_tiles(mode):
+    """Thumbnail and picture are two planes: regions cross the tiles' borders, never the planes'."""
+    model = tiny_model(vision="tiles", image_mode=mode)
+    parts = ([2, ("tiles", 1, 3), "image", 3], [("tiles", 2, 2), ("tiles", 2, 1)])
+    compare_forward(model, [make_document(p, seed) for seed, p in enumerate(parts)])
+
+
+@pytest.mark.parametrize("downsample", [1, 3])
+def test_tokens_of_tiles_stand_in_the_raster_order_of_the_picture(downsample):
+    from tests.tiny import TILES_VISION
+
+    vision = {**TILES_VISION, "image_size": 48, "downsample": downsample}
+    model, side = tiny_model(vision=vision), 6 // downsample
+    squares = torch.randn(8, 3, 48, 48)
+    grids = [[side, side], [2 * side, 3 * side], [side, side]]
+    with torch.no_grad():
+        tokens = model.vision(squares, grids)
+        alone = [model.vision(square[None], [[side, side]]) for square in squares]
+    torch.testing.assert_close(tokens[: side**2], alone[0])
+    torch.testing.assert_close(tokens[-(side**2) :], alone[7])
+    plane = tokens[side**2 : -(side**2)].view(2 * side, 3 * side, -1)
+    for row in range(2 * side):
+        for column in range(3 * side):
+            tile = alone[1 + (row // side) * 3 + column // side].view(side, side, -1)
+            torch.testing.assert_close(plane[row, column], tile[row % side, column % side])
 
 
 @pytest.mark.parametrize("cut", [2, 4])
@@ -132,6 +172,14 @@ GRADIENTS = {
         "text": {"tie_word_embeddings": True, "num_shared_experts": 1},
         "ratio_scope": "modality",
         "image_target_ratio": 3.0,
+    },
+    "shared_gate_biases_wide_norm": {
+        "text": {
+            "num_shared_experts": 1,
+            "shared_expert_gate": True,
+            "attention_bias": "all",
+            "qk_norm_over": "all_heads",
+        }
     },
     "noise": {"noise": "bernoulli", "tau": 2.0, "image_mode": "grid"},
 }

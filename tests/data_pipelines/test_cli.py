@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from conceptmoe_vl.processing import register
 from data_pipelines.__main__ import main
 from data_pipelines.shards import ShardReader, index_shards
+from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import failure, toy_shards
 
 
 def test_easy_vqa_is_built_whole(tmp_path, capsys):
     package = pytest.importorskip("easy_vqa")
     out = tmp_path / "easy_vqa"
-    assert main(["build", "easy_vqa", str(out), "--samples-per-shard", "1500"]) == 0
-    assert "4,000 samples, 38,575 questions, 3 shards" in capsys.readouterr().out
+    assert main(["build", "easy_vqa", str(out), "--shard-size", "1500"]) == 0
+    assert "4,000 samples, 4,000 images, 38,575 questions, 3 shards" in capsys.readouterr().out
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["splits"]["test"]["questions"] == 9673
     for split, questions, paths in (
@@ -45,7 +47,7 @@ def test_unknown_sources_and_missing_shards(tmp_path, capsys):
     for command in ("inspect", "stats", "show"):
         assert "no file matches" in failure(capsys, command, str(tmp_path / "none.tar"))
     with pytest.raises(SystemExit) as caught:
-        main(["build", "easy_vqa", str(tmp_path / "x"), "--samples-per-shard", "0"])
+        main(["build", "easy_vqa", str(tmp_path / "x"), "--shard-size", "0"])
     assert caught.value.code == 2
 
 
@@ -82,5 +84,25 @@ def test_show_marks_supervised_tokens(tmp_path, capsys, processor):
     assert "6 supervised, 1 images of 2x2 tokens" in shown
     assert main(["show", shards]) == 0
     assert "toy0-000000.tar/k000" in capsys.readouterr().out
+    assert main([*command[:2], "--limit", "5"]) == 0
+    assert re.findall(r"k\d+, source toy", capsys.readouterr().out) == [
+        "k000, source toy",
+        "k001, source toy",
+    ]
     assert "no sample has the key 'k9'" in failure(capsys, "show", shards, "--key", "k9")
     assert "no folder" in failure(capsys, "show", shards, "--model", "nowhere")
+
+
+def test_records_cannot_steer_the_terminal(tmp_path, capsys):
+    text = "\x1b]0;title\x07\x1b[2J\u202e"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    samples = [
+        ("good", {"messages": messages, "source": text}, []),
+        ("bad", {"messages": [{"role": text, "content": ""}]}, []),
+    ]
+    write_shards(tmp_path, "toy", samples, size=10)
+    for command, status in (("inspect", 1), ("stats", 1), ("show", 0)):
+        assert main([command, str(tmp_path), *(["--limit", "2"] * (command == "show"))]) == status
+        shown = capsys.readouterr().out
+        assert not set("\x1b\x07\u202e") & set(shown)
+        assert "U+001B" in shown.replace("\n", "")

@@ -243,7 +243,7 @@ def test_a_layout_becomes_shards_and_packed_batches(name, tmp_path, monkeypatch,
 
     # As shards: the same samples and images, nothing rejected.
     out = tmp_path / "out"
-    assert main(["build", source, path, str(out), *options, "--samples-per-shard", "2"]) == 0
+    assert main(["build", source, path, str(out), *options, "--shard-size", "2"]) == 0
     assert "rejected 0 of" in capsys.readouterr().out
     assert main(["validate", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == before

@@ -26,14 +26,19 @@ LONG_TEMPLATE = """\
 {% endfor -%}"""
 
 
-def processor_of(template: str) -> ConceptMoEVLProcessor:
-    images = ConceptMoEVLImageProcessor(size_policy="native", patch_size=8, max_patches=12)
+def processor_of(template: str, policy: str = "native") -> ConceptMoEVLProcessor:
+    images = ConceptMoEVLImageProcessor(policy, 8, patch_size=8, max_patches=12)
     return ConceptMoEVLProcessor(images, train_tokenizer(["a cat sat on the mat"], 300), template)
 
 
-PROCESSORS = {"short": processor_of(CHAT_TEMPLATE), "long": processor_of(LONG_TEMPLATE)}
+PROCESSORS = {
+    "short": processor_of(CHAT_TEMPLATE),
+    "long": processor_of(LONG_TEMPLATE),
+    "tiles": processor_of(CHAT_TEMPLATE, "tiles"),
+}
 HEADS = {
     "short": "<|im_start|><|im_end|>",
+    "tiles": "<|im_start|><|im_end|>",
     "long": "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n",
 }
 
@@ -59,13 +64,13 @@ def check_pictures(sample, processor):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["short", "long"]), parts, st.integers(2, 90))
+@given(st.sampled_from(list(PROCESSORS)), parts, st.integers(2, 90))
 def test_split_pieces_are_the_document(template, content, limit):
     processor = PROCESSORS[template]
     turns, whole = encoded(processor, [""], content)
     assert is_document(turns)
     head = len(processor(text=HEADS[template])["input_ids"][0])
-    tail = 1 if template == "short" else 2  # the end mark; a line break behind it
+    tail = 2 if template == "long" else 1  # the end mark; a line break behind it
     pieces = split(whole, limit, processor)
     runs = picture_runs(whole, processor)
     last = len(whole.input_ids) - tail
@@ -100,10 +105,10 @@ def test_split_moves_pictures_to_the_text_behind_them():
 
 
 @settings(max_examples=300, deadline=None)
-@given(parts, parts, parts, parts, st.integers(2, 90))
-def test_truncation_keeps_all_that_can_be_learnt_in_the_limit(one, two, three, four, limit):
-    processor = PROCESSORS["short"]
-    _, whole = encoded(processor, one, two, three, four)
+@given(st.sampled_from(list(PROCESSORS)), st.tuples(parts, parts, parts, parts), st.integers(2, 90))
+def test_truncation_keeps_all_that_can_be_learnt_in_the_limit(template, contents, limit):
+    processor = PROCESSORS[template]
+    _, whole = encoded(processor, *contents)
     learnable = [
         end for end in range(2, limit + 1) if [*whole.labels, *[IGNORED] * limit][end - 1] >= 0
     ]

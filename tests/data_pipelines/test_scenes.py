@@ -15,10 +15,12 @@ from PIL import Image
 
 from data_pipelines import DataConfig, build_stream
 from data_pipelines.__main__ import main
+from data_pipelines.building import BuildOptions, build
 from data_pipelines.shards import ShardReader, index_shards
 from data_pipelines.sources import scene_drawing as drawing
 from data_pipelines.sources.scene_questions import MOST_QUESTIONS, thousandths
-from data_pipelines.sources.scenes import LEVELS, build, new_sample
+from data_pipelines.sources.scenes import LEVELS, new_sample, recipe
+from data_pipelines.writing import ShardSize
 from tests.data_pipelines.test_cli import failure
 
 SAMPLES = 60  # scenes that each level's answers are checked on
@@ -28,7 +30,8 @@ def samples(level: int):
     """Scene, question-answer pairs and pixels `[128, 128, 3]`."""
     drawn: set[bytes] = set()
     for number in range(SAMPLES):
-        scene, pairs, picture = new_sample(f"7/train/{number}", level, drawn)
+        scene, pairs, picture, digest = new_sample(f"7/train/{number}", level, drawn)
+        drawn.add(digest)
         yield scene, pairs, np.asarray(Image.open(io.BytesIO(picture)))
 
 
@@ -220,15 +223,17 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_a_seed_gives_the_same_bytes_whatever_happened_before(tmp_path):
-    build(tmp_path / "one", 20, samples=40, seed=3)
+    in_twenties = BuildOptions(ShardSize(20))
+    build(recipe(samples=40, seed=3), tmp_path / "one", in_twenties)
     random.seed(5)
-    build(tmp_path / "two", 20, samples=40, seed=3)
-    build(tmp_path / "other", 20, samples=40, seed=4)
+    build(recipe(samples=40, seed=3), tmp_path / "two", in_twenties)
+    build(recipe(samples=40, seed=4), tmp_path / "other", in_twenties)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     one, other = digests(tmp_path / "one"), digests(tmp_path / "other")
     shards = ("train-000000", "train-000001", "test-000000")
     files = {f"{shard}.{kind}" for shard in shards for kind in ("tar", "index.json")}
-    assert one.keys() == other.keys() == {*files, "manifest.json"}
+    assert one.keys() == other.keys() == {*files, "manifest.json", "rejects.json"}
+    one.pop("rejects.json")
     assert not set(one.values()) & set(other.values())
 
 
@@ -240,7 +245,7 @@ def records(pattern: str):
 
 def test_no_picture_is_in_both_splits_or_twice(tmp_path):
     # Level 1 repeats itself soonest.
-    build(tmp_path / "out", samples=300, level=1)
+    build(recipe(samples=300, level=1), tmp_path / "out")
     pictures = [picture for _, picture in records(str(tmp_path / "out" / "*.tar"))]
     assert len(pictures) == 300
     assert len(set(pictures)) == 300
@@ -275,7 +280,7 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
 
 
 def test_scenes_become_packed_batches(processor, tmp_path):
-    build(tmp_path / "out", samples=40)
+    build(recipe(samples=40), tmp_path / "out")
     config = DataConfig(
         shards=str(tmp_path / "out" / "train-*.tar"),
         tokens_per_batch=4096,
@@ -293,6 +298,6 @@ def test_scenes_become_packed_batches(processor, tmp_path):
 def test_the_pictures_of_the_documentation_are_the_first_ones_of_seed_0(level):
     path = Path(__file__).parents[2] / "docs" / "images" / f"scenes_{level}.png"
     assert path.stat().st_size < 20_000
-    _, _, picture = new_sample(f"0/train/{level - 1}", level, set())
+    _, _, picture, _ = new_sample(f"0/train/{level - 1}", level, set())
     shown = np.asarray(Image.open(path).convert("RGB"))
     assert np.array_equal(shown, np.asarray(Image.open(io.BytesIO(picture))))

@@ -10,7 +10,7 @@ import pytest
 from conceptmoe_vl.errors import UserError
 from data_pipelines import iter_texts
 from data_pipelines.shards import ShardReader, expand_patterns, index_shards, scan_shard
-from data_pipelines.writing import new_folder, write_shards
+from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import sample, toy_shards
 
 
@@ -109,34 +109,6 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
     assert files == [f"s-{number}.{kind}" for number in numbers for kind in ("index.json", "tar")]
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_a_failed_build_leaves_nothing(tmp_path):
-    def samples():
-        yield sample(0)
-        raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "out") as folder:
-        write_shards(folder, "s", samples(), 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_only_data_sets_are_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "a.tar").write_text("old")
-    with pytest.raises(UserError, match=r"not empty.*--force"), new_folder(tmp_path / "out"):
-        pass
-    with new_folder(tmp_path / "out", force=True) as folder:
-        (folder / "b.tar").write_text("new")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.tar"]
-    (tmp_path / "out" / "thesis.txt").touch()
-    again = new_folder(tmp_path / "out", force=True)
-    with pytest.raises(UserError, match=r"holds 'thesis\.txt'"), again:
-        pass
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"), new_folder(tmp_path / "file"):
-        pass
 
 
 def test_texts_for_a_tokenizer(tmp_path):

@@ -15,6 +15,7 @@ from conceptmoe_vl.processing import register
 from conceptmoe_vl.prompts import MessageError, Picture, Turn
 from data_pipelines.__main__ import main
 from data_pipelines.records import RecordError, read_record
+from data_pipelines.shard_index import index_path
 from data_pipelines.validating import REMEDIES, content_hash
 from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import encoded_image, sample, toy_shards
@@ -143,6 +144,7 @@ def test_every_fault_of_shards_is_named(tmp_path, capsys):
     shard = tmp_path / "toy-000000.tar"
     with tarfile.open(shard, "a") as tar:
         tar.addfile(tarfile.TarInfo("bare.img0.png"))
+    index_path(shard).unlink()
     status, report = found(capsys, shard)
     assert status == 1
     assert [(fault["key"], fault["reason"], fault["field"]) for fault in report["faults"]] == [
@@ -218,3 +220,95 @@ def test_duplicates_are_equal_in_roles_texts_and_pictures():
 def test_errors_keep_their_field_between_processes(kind):
     error = pickle.loads(pickle.dumps(kind("empty", "text", "field")))
     assert (error.reason, str(error), error.field) == ("empty", "text", "field")
+
+
+def damage_index(folder: Path) -> str:
+    path = folder / "s-000000.index.json"
+    content = json.loads(path.read_text())
+    content["samples"][1][1]["json"][0] += 512
+    path.write_text(json.dumps(content))
+    return "'k001' differs. Remedy: write it again by python -m data_pipelines index"
+
+
+def damage_bytes(folder: Path) -> str:
+    shard = folder / "s-000001.tar"
+    data = shard.read_bytes()
+    shard.write_bytes(data.replace(b"a0", b"a9"))
+    return "s-000001.tar': the checksum differs"
+
+
+def damage_format(folder: Path) -> str:
+    (folder / "s-000002.index.json").write_text("[]")
+    return "s-000002.tar': it is not of format 1"
+
+
+def lose_a_sample_in_the_index(folder: Path) -> str:
+    path = folder / "s-000000.index.json"
+    content = json.loads(path.read_text())
+    del content["samples"][0]
+    path.write_text(json.dumps(content))
+    return "s-000000.tar': the sample 'k001' differs"
+
+
+def lose_a_shard(folder: Path) -> str:
+    (folder / "s-000001.tar").unlink()
+    return "manifest.json: bad_manifest: it lists the shard 's-000001.tar', which is not there"
+
+
+def add_a_shard(folder: Path) -> str:
+    write_shards(folder, "t", [sample(9)], 2)
+    return "manifest.json: bad_manifest: it does not list the shard 't-000000.tar'"
+
+
+def replace_a_shard(folder: Path) -> str:
+    write_shards(folder, "s", [sample(0)], 2)
+    return (
+        "manifest.json: bad_manifest: of the shard 's-000000.tar' it states 2 samples, there are 1"
+    )
+
+
+def change_the_sum(folder: Path) -> str:
+    content = json.loads((folder / "manifest.json").read_text())
+    content["splits"]["s"]["samples"] = 6
+    (folder / "manifest.json").write_text(json.dumps(content))
+    return "manifest.json: bad_manifest: of 's' it states 6 samples, its shards 5"
+
+
+def change_the_checksum(folder: Path) -> str:
+    content = json.loads((folder / "manifest.json").read_text())
+    content["splits"]["s"]["shards"][2]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(content))
+    return "manifest.json: bad_manifest: the checksum of the shard 's-000002.tar' differs"
+
+
+def break_the_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text('{"splits": {"s": {"shards": [{"name": 3}]}}}')
+    return "manifest.json: bad_manifest: it is no manifest"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(damage_index, damage_bytes, damage_format, lose_a_sample_in_the_index, lose_a_shard),
+        *(add_a_shard, replace_a_shard, change_the_sum, change_the_checksum, break_the_manifest),
+    ],
+)
+def test_indexes_and_manifest_are_checked(tmp_path, capsys, change):
+    write_shards(tmp_path, "s", [sample(number) for number in range(5)], 2)
+    assert main(["index", str(tmp_path), "--manifest"]) == 0
+    assert main(["validate", str(tmp_path)]) == 0
+    capsys.readouterr()
+    expected = change(tmp_path)
+    assert main(["validate", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(expected in line for line in lines)
+    assert all("Remedy: " in line for line in lines[:-1])
+
+
+def test_one_shard_of_a_data_set_is_checked_alone(tmp_path):
+    write_shards(tmp_path, "s", [sample(number) for number in range(5)], 2)
+    assert main(["index", str(tmp_path), "--manifest"]) == 0
+    for path in tmp_path.glob("s-000001*"):
+        path.unlink()
+    assert main(["validate", str(tmp_path / "s-000000.tar")]) == 0
+    assert main(["validate", str(tmp_path)]) == 1

@@ -97,6 +97,18 @@ def test_the_batch_size_changes_nothing(model_folder, data, tmp_path):
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+def test_pictures_in_tiles_are_batched_too(data, tmp_path):
+    folder = save_model_folder(tmp_path / "tiles", size_policy="tiles", image_size=16)
+    outcomes = []
+    for size in ("1", "4"):
+        assert run(folder, data, tmp_path / size, "--batch-size", size) == 0
+        results, rows = read(tmp_path / size)
+        outcomes.append((results["accuracy"], results["ratio_by_modality"], rows))
+    assert outcomes[0] == outcomes[1]
+    # Four tiles and a thumbnail of 2 x 2 tokens each.
+    assert all("<|image_pad|>*20" in row["prompt"] for row in rows)
+
+
 def test_the_limit_takes_the_first_questions(model_folder, data, tmp_path):
     assert run(model_folder, data, tmp_path / "out", "--limit", "4") == 0
     results, rows = read(tmp_path / "out")

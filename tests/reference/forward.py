@@ -63,6 +63,8 @@ class ReferenceModel:
         projected = []
         for kind in "qkv":
             value = y @ self.weight(f"{name}.self_attn.{kind}_proj.weight").T
+            if text.attention_bias != "none":
+                value = value + self.weight(f"{name}.self_attn.{kind}_proj.bias")
             if joint is not None:
                 c = transformer.rms_norm(
                     joint, self.weight(f"{name}.self_attn.joint.norm.weight"), eps
@@ -72,8 +74,14 @@ class ReferenceModel:
         norms = (None, None)
         if text.qk_norm:
             norms = [self.weight(f"{name}.self_attn.{kind}_norm.weight") for kind in "qk"]
+        if text.qk_norm and text.qk_norm_over == "all_heads":
+            for i in range(2):
+                projected[i] = transformer.norm_of_all_heads(projected[i], norms[i], eps)
+            norms = (None, None)
         mixed = transformer.causal_attention(*projected, positions, text.rope_theta, *norms, eps)
         x = x + mixed.flatten(1) @ self.weight(f"{name}.self_attn.o_proj.weight").T
+        if text.attention_bias == "all":
+            x = x + self.weight(f"{name}.self_attn.o_proj.bias")
         y = transformer.rms_norm(x, self.weight(f"{name}.post_attention_layernorm.weight"), eps)
         gate_up = self.weight(f"{name}.mlp.experts.gate_up_proj")
         down = self.weight(f"{name}.mlp.experts.down_proj")
@@ -84,9 +92,12 @@ class ReferenceModel:
             shared = tuple(
                 self.weight(f"{name}.mlp.shared.{k}_proj.weight") for k in ("gate", "up", "down")
             )
+        shared_gate = None
+        if text.shared_expert_gate:
+            shared_gate = self.weight(f"{name}.mlp.shared_gate.weight")[0]
         gate = self.weight(f"{name}.mlp.gate.weight")
         out, *statistics = transformer.moe_block(
-            y, gate, experts, top_k, text.norm_topk_prob, shared
+            y, gate, experts, top_k, text.norm_topk_prob, shared, shared_gate
         )
         routers.append(tuple(statistics))
         return x + out

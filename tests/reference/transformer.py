@@ -27,6 +27,11 @@ def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
     return torch.stack(first + second)
 
 
+def norm_of_all_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [N, heads, H]: the heads of a token normalised as one vector."""
+    return torch.stack([rms_norm(row.flatten(), weight, eps).view_as(row) for row in x])
+
+
 def causal_attention(
     q: Tensor,
     k: Tensor,
@@ -73,6 +78,7 @@ def moe_block(
     top_k: int,
     normalise: bool,
     shared: tuple | None = None,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list]:
     """Top-k mixture for x [T, D]: router [E, D], experts of (gate, up, down), shared the same or
     None.
@@ -87,7 +93,10 @@ def moe_block(
         best = torch.sort(prob.detach(), descending=True).indices[:top_k].tolist()
         total = sum(prob[e] for e in best) if normalise else 1.0
         y = sum(prob[e] / total * swiglu(row, *experts[e]) for e in best)
-        output.append(y if shared is None else y + swiglu(row, *shared))
+        if shared is not None:
+            share = 1 if shared_gate is None else 1 / (1 + torch.exp(-shared_gate @ row))
+            y = y + share * swiglu(row, *shared)
+        output.append(y)
         logits.append(logit)
         probabilities.append(prob)
         chosen.append(best)

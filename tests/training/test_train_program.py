@@ -101,9 +101,13 @@ def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
-def test_from_shards_to_a_model_that_answers(config_file, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "tokens"), [({}, 9), ({"size_policy": "tiles", "image_size": 16}, 20)]
+)
+def test_from_shards_to_a_model_that_answers(config_file, tmp_path, fields, tokens):
     held_out = [f"evaluation.data.shards={tmp_path / 'train-*.tar'}", "evaluation.batches=2"]
-    assert program(config_file, *held_out) == 0
+    vision = [f"model.vision.{name}={value}" for name, value in fields.items()]
+    assert program(config_file, *held_out, *vision) == 0
     run = tmp_path / "run"
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
     assert set(metrics(run)[-1]["lm_loss_by_source"]) <= {"text", "pictures"}
@@ -113,6 +117,7 @@ def test_from_shards_to_a_model_that_answers(config_file, tmp_path):
     part = {"type": "image", "image": Image.new("RGB", (24, 24), COLOURS["red"])}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "what colour?"}]}]
     inputs = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
     out = model.generate(**inputs, max_new_tokens=2, do_sample=False)
     assert out.shape[1] > inputs["input_ids"].shape[1]
     assert load_run_config(run / "config.yaml").model.text["vocab_size"] % 64 == 0

@@ -1,0 +1,5 @@
+"""One HTML page with the curves of one or several training runs."""
+
+from .page import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,199 @@
+"""Line charts as inline SVG, readable without scripts; the script adds a reading at the mouse."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from html import escape
+
+from .runs import Points
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 240, 56, 10, 10, 26
+MOST_POINTS = 400  # of one drawn line
+_CLIPPED = 0.005  # share of values at either end that may lie beyond the frame
+_DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 2", "12 4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        label: in the legend. points: (step, value). colour, dash: their numbers.
+        smooth: draw a smoothed line over the pale raw one. dots: mark each point.
+        framed: the line's values widen the frame even where they are rare.
+    """
+
+    label: str
+    points: Points
+    colour: int
+    dash: int = 0
+    smooth: bool = True
+    dots: bool = False
+    framed: bool = False
+
+
+def smoothed(points: Points, weight: float) -> Points:
+    """Exponential mean, unbiased from the first value on."""
+    total = mass = 0.0
+    result = []
+    for step, value in points:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        result.append((step, total / mass))
+    return result
+
+
+def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+    """At most `most` points; of each stretch the smallest and the largest value are kept."""
+    if len(points) <= most:
+        return points
+    kept: Points = []
+    size = math.ceil(len(points) / (most // 2))
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def ticks(low: float, high: float, number: int = 5) -> list[float]:
+    """Round values from low to high."""
+    span = high - low
+    if span <= 0:
+        return [low]
+    raw = span / number
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor(high / step + 1e-9) - first + 1
+    return [round((first + index) * step, 12) for index in range(count)]
+
+
+def _frame(lines: list[Line]) -> tuple[float, float]:
+    """The y range: most values of every line, all of framed ones, a margin around."""
+    values = sorted(value for line in lines for _, value in line.points)
+    cut = int(len(values) * _CLIPPED)
+    kept = values[cut : len(values) - cut]
+    kept += [value for line in lines if line.framed for _, value in line.points]
+    low, high = min(kept), max(kept)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+    return low - margin, high + margin
+
+
+def number(value: float) -> str:
+    """Short text of a number."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+class Chart:
+    """One chart.
+
+    Args:
+        title: above it. lines: those without points are left out. smoothing: weight of `smoothed`.
+        note: below the title.
+    """
+
+    def __init__(self, title: str, lines: list[Line], smoothing: float, note: str = "") -> None:
+        self.title, self.note, self._smoothing = title, note, smoothing
+        self.lines = [
+            dataclasses.replace(
+                line, points=[point for point in line.points if math.isfinite(point[1])]
+            )
+            for line in lines
+        ]
+        self.lines = [line for line in self.lines if line.points]
+
+    def html(self) -> str:
+        """A figure; empty where there is nothing to draw."""
+        if not self.lines:
+            return ""
+        low, high = _frame(self.lines)
+        steps = [step for line in self.lines for step, _ in line.points]
+        self._x, self._y = (min(steps), max(max(steps), min(steps) + 1)), (low, high)
+        drawn = [self._drawn(line) for line in self.lines]
+        beyond = sum(not low <= value <= high for line in self.lines for _, value in line.points)
+        notes = [self.note] if self.note else []
+        notes += [f"{beyond} values beyond the frame"] if beyond else []
+        return (
+            f'<figure class="chart"><figcaption>{escape(self.title)}'
+            f"<small>{escape('; '.join(notes))}</small></figcaption>"
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
+            f"{self._axes()}{''.join(svg for svg, _ in drawn)}"
+            '<line class="cursor" visibility="hidden"/></svg>'
+            f'<ul class="legend">{"".join(map(_legend, self.lines))}</ul>'
+            f'<script type="application/json">{self._data([p for _, p in drawn])}</script></figure>'
+        )
+
+    def _place(self, step: float, value: float) -> tuple[float, float]:
+        (left, right), (low, high) = self._x, self._y
+        x = LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+        y = TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return round(x, 1), round(min(max(y, -HEIGHT), 2 * HEIGHT), 1)
+
+    def _axes(self) -> str:
+        parts = []
+        for value in ticks(*self._y):
+            _, y = self._place(self._x[0], value)
+            parts.append(
+                f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
+                f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>'
+            )
+        for step in ticks(*self._x):
+            x, _ = self._place(step, self._y[0])
+            parts.append(
+                f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{number(step)}</text>'
+            )
+        return "".join(parts)
+
+    def _drawn(self, line: Line) -> tuple[str, Points]:
+        """SVG of a line, and the points that the reading at the mouse names."""
+        style = f'class="line c{line.colour % 8}" stroke-dasharray="{_dash(line)}"'
+        raw = thinned(line.points)
+        if not line.smooth or not self._smoothing or len(line.points) < 3:
+            return f"{self._path(raw, style)}{self._dots(line, raw)}", raw
+        mean = thinned(smoothed(line.points, self._smoothing))
+        pale = self._path(raw, f'class="line pale c{line.colour % 8}"')
+        return f"{pale}{self._path(mean, style)}", mean
+
+    def _path(self, points: Points, style: str) -> str:
+        places = [self._place(*point) for point in points]
+        if len(places) == 1:
+            (x, y) = places[0]
+            return f'<path {style} d="M{x - 3} {y}H{x + 3}" clip-path="url(#frame)"/>'
+        text = "L".join(f"{x} {y}" for x, y in places)
+        return f'<path {style} d="M{text}" clip-path="url(#frame)"/>'
+
+    def _dots(self, line: Line, points: Points) -> str:
+        if not line.dots:
+            return ""
+        return "".join(
+            f'<circle class="c{line.colour % 8}" cx="{x}" cy="{y}" r="2.5"/>'
+            for x, y in itertools.starmap(self._place, points)
+        )
+
+    def _data(self, drawn: list[Points]) -> str:
+        lines = [
+            {
+                "label": line.label,
+                "points": [[step, float(f"{value:.5g}")] for step, value in points],
+            }
+            for line, points in zip(self.lines, drawn, strict=True)
+        ]
+        text = json.dumps({"x": self._x, "lines": lines}, separators=(",", ":"))
+        # Nothing in it can end the script, and the figure stays well-formed XML.
+        return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _dash(line: Line) -> str:
+    return _DASHES[line.dash % len(_DASHES)]
+
+
+def _legend(line: Line) -> str:
+    return (
+        f'<li><svg viewBox="0 0 24 8" width="24" height="8"><path class="line c{line.colour % 8}" '
+        f'stroke-dasharray="{_dash(line)}" d="M0 4H24"/></svg>{escape(line.label)}</li>'
+    )

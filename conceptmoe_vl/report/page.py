@@ -1,0 +1,245 @@
+"""The page: a table of the runs, charts by subject, warnings; style and script are inside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from conceptmoe_vl.errors import UserError
+
+from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smoothed
+from .runs import Run, read_runs
+
+_STAGES = ("encoder", "concept", "decoder")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A field of a chart: `path` as in `Run.series`; a target is drawn beside it, dashed."""
+
+    label: str
+    path: str
+    target: str = ""
+    smooth: bool = True
+    dots: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One chart: title, its fields, and a note."""
+
+    title: str
+    curves: list[Curve]
+    note: str = ""
+
+
+def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
+    """Charts by section; those without values in any run are left out when drawn."""
+    sources = sorted({key for run in runs for key in run.keys("lm_loss_by_source")})
+    parts = sorted({key for run in runs for key in run.keys("lr_by_part")})
+    drawn = sorted({key for run in runs for key in run.keys("ratio_by_target")})
+    held_out = Curve("held-out", "held_out/lm_loss", smooth=False, dots=True)
+    both = ("image", "text")
+    return {
+        "Losses": [
+            Subject("Language loss", [Curve("training", "lm_loss"), held_out]),
+            Subject("Total loss", [Curve("loss", "loss")]),
+            Subject("Language loss by modality", [Curve(m, f"lm_loss_{m}") for m in both]),
+            Subject(
+                "Language loss by source", [Curve(s, f"lm_loss_by_source/{s}") for s in sources]
+            ),
+            Subject(
+                "Ratio loss",
+                [Curve("ratio loss", "ratio_loss")],
+                "1 at its target; unweighted",
+            ),
+            Subject("Balance loss", [Curve("balance loss", "balance_loss")], "1 is balanced"),
+            Subject("Norm of the gradient", [Curve("before clipping", "grad_norm")]),
+        ],
+        "Compression": [
+            Subject("Tokens per concept", [Curve("all tokens", "ratio", "target_ratio")]),
+            Subject(
+                "Tokens per concept by modality",
+                [Curve(m, f"ratio_{m}", f"target_ratio_{m}") for m in both],
+            ),
+            Subject(
+                "Tokens per concept by drawn ratio",
+                [Curve(f"R = {ratio}", f"ratio_by_target/{ratio}") for ratio in drawn],
+            ),
+            Subject(
+                "Confidence of boundaries",
+                [Curve(m, f"boundary_confidence_{m}") for m in both],
+                "mean |p - 1/2| where no boundary is forced",
+            ),
+            Subject(
+                "Documents without a boundary",
+                [Curve(m, f"documents_without_boundary_{m}") for m in both],
+                "share; forced ones do not count",
+            ),
+            Subject(
+                "Documents where every token is one",
+                [Curve(m, f"documents_all_boundary_{m}") for m in both],
+                "share; forced ones do not count",
+            ),
+        ],
+        "Experts": [
+            Subject(
+                f"Load of {stage} experts",
+                [Curve(kind, f"expert_load/{stage}/{kind}") for kind in ("max", "min")],
+                "share of the fair load; 1 is balanced",
+            )
+            for stage in _STAGES
+        ]
+        + [
+            Subject(
+                "Entropy of the routers",
+                [Curve(stage, f"router_entropy/{stage}") for stage in _STAGES],
+                "of a token's choice; 1 is uniform",
+            ),
+        ],
+        "Schedules": [
+            Subject(
+                "Learning rate",
+                [
+                    Curve("rate", "lr", smooth=False),
+                    *(Curve(part, f"lr_by_part/{part}", smooth=False) for part in parts),
+                ],
+            ),
+            Subject("Noise", [Curve("tau", "tau", smooth=False)]),
+            Subject(
+                "Weight of the ratio loss", [Curve("lambda", "ratio_loss_weight", smooth=False)]
+            ),
+            Subject("Threshold of p", [Curve("threshold", "boundary_threshold", smooth=False)]),
+        ],
+        "Speed": [
+            Subject("Tokens per second", [Curve("all ranks", "tokens_per_second")]),
+            Subject("Share of time spent waiting for data", [Curve("share", "data_wait_share")]),
+            Subject("Peak memory, bytes of rank 0", [Curve("bytes", "peak_memory", smooth=False)]),
+        ],
+    }
+
+
+def _lines(runs: list[Run], curves: list[Curve]) -> list[Line]:
+    """One run: a colour for each field. Several: a colour for each run, a dash for each field."""
+    lines = []
+    for number_of_run, run in enumerate(runs):
+        for index, curve in enumerate(curves):
+            alone = len(runs) == 1
+            label = curve.label if alone else f"{run.name}: {curve.label}"
+            colour, dash = (index, 0) if alone else (number_of_run, index)
+            points = run.series(curve.path)
+            lines.append(
+                Line(label, points, colour, dash, curve.smooth, curve.dots, framed=curve.dots)
+            )
+            if curve.target and points:
+                target = run.series(curve.target)
+                lines.append(
+                    Line(f"{label}, target", target, colour, dash + 1, smooth=False, framed=True)
+                )
+    return lines
+
+
+def _table(runs: list[Run], smoothing: float) -> str:
+    heads = (
+        "run", "steps", "samples", "tokens", "hours", "language loss", "held-out", "tokens per "
+        "concept", "target", "tokens/s", "peak memory", "skipped steps", "warnings",
+    )  # fmt: skip
+    rows = []
+    for run in runs:
+        loss = smoothed(run.series("lm_loss"), smoothing)
+        ratio = smoothed(run.series("ratio"), smoothing)
+        seconds = run.last("seconds")
+        speeds = sorted(value for _, value in run.series("tokens_per_second"))
+        memory = run.last("peak_memory")
+        cells: list[float | str | None] = [
+            *(run.last(name) for name in ("step", "samples", "tokens")),
+            None if seconds is None else seconds / 3600,
+            loss[-1][1] if loss else None,
+            run.last("held_out/lm_loss"),
+            ratio[-1][1] if ratio else None,
+            run.last("target_ratio"),
+            speeds[len(speeds) // 2] if speeds else None,
+            None if memory is None else f"{memory / 2**30:.2f} GiB",
+            run.last("nonfinite_steps"),
+            sum(1 for _ in run.warnings()),
+        ]
+        texts = [
+            "–" if cell is None else cell if isinstance(cell, str) else number(cell)
+            for cell in cells
+        ]
+        body = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        rows.append(f'<tr><th scope="row">{escape(run.name)}</th>{body}</tr>')
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    return (
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _warnings(runs: list[Run]) -> str:
+    rows = [
+        f"<tr><td>{escape(run.name)}</td><td>{step}</td><td>{escape(text)}</td></tr>"
+        for run in runs
+        for step, text in run.warnings()
+    ]
+    if not rows:
+        return "<p>None.</p>"
+    head = "<tr><th>run</th><th>step</th><th>warning</th></tr>"
+    return (
+        f'<div class="wide"><table class="warnings"><thead>{head}</thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def page(runs: list[Run], smoothing: float) -> str:
+    """The whole HTML page.
+
+    Args:
+        smoothing: weight of what came before in the exponential mean; 0 draws raw values alone.
+    """
+    files = resources.files(__package__)
+    style, script = (files.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    title = ", ".join(run.name for run in runs)
+    how = (
+        f"Strong lines are exponential means over logged steps (weight {smoothing:g} on what came "
+        "before, unbiased), pale ones the values themselves. "
+        if smoothing
+        else "Lines are the values themselves. "
+    ) + "The x axis counts optimiser steps."
+    sections = []
+    for name, subjects in _subjects(runs).items():
+        charts = "".join(
+            Chart(each.title, _lines(runs, each.curves), smoothing, each.note).html()
+            for each in subjects
+        )
+        if charts:
+            sections.append(f'<h2>{escape(name)}</h2><div class="charts">{charts}</div>')
+    frame = (
+        f'<svg width="0" height="0" aria-hidden="true"><clipPath id="frame"><rect x="{LEFT}" '
+        f'y="0" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP}"/></clipPath></svg>'
+    )
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>{frame}"
+        f"<h1>{escape(title)}</h1>{_table(runs, smoothing)}<p>{escape(how)}</p>"
+        f"{''.join(sections)}<h2>Warnings</h2>{_warnings(runs)}"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def write_report(folders: list[Path], out: Path, smoothing: float = 0.9) -> None:
+    """Writes the page of these runs, whole or not at all.
+
+    Raises:
+        UserError: a folder is no run, or the page cannot be written.
+    """
+    text = page(read_runs(folders), smoothing)
+    beside = out.with_name(f".{out.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error}; give another --out") from error

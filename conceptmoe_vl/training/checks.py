@@ -1,0 +1,29 @@
+"""Checks of configuration values: what fails is a user's mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conceptmoe_vl.configuration import check_known_keys
+from conceptmoe_vl.errors import UserError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `UserError` unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def require_known(given: Any, known: Any, where: str) -> None:
+    """Raises `UserError` that names the nearest known key for the first unknown one."""
+    try:
+        check_known_keys(given, known, where)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def require_share(section: Any, where: str, *names: str) -> None:
+    """Raises `UserError` unless these fields of a section are None or from 0 to 1."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or 0 <= value <= 1, f"{where}.{name} is {value}; give 0 to 1")

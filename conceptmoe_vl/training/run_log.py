@@ -1,0 +1,71 @@
+"""What a run writes down: lines of its JSON files, warnings, and other loggers, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conceptmoe_vl.errors import UserError
+
+from .config import TrainingConfig
+from .distributed import World, raise_together
+from .loggers import Loggers, require_loggers
+from .run_files import append_line
+
+
+class RunLog:
+    """The lines and warnings of a run. Collective to make.
+
+    Args:
+        run_dir: folder of the run. say: prints a line.
+
+    Raises:
+        UserError: a logger's package is missing.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: TrainingConfig, world: World, say: Callable[[str], None]
+    ) -> None:
+        self._run_dir, self._world, self._say = run_dir, world, say
+        self._warnings: list[str] = []
+        error = None
+        try:
+            require_loggers(config.loggers if world.is_main else [])
+        except UserError as found:
+            error = found
+        raise_together(error)
+        self._loggers = Loggers(
+            config.loggers if world.is_main else [], config.logger_options, run_dir, say
+        )
+
+    def warn(self, step: int, texts: list[str]) -> None:
+        """Says them now; the next line of metrics.jsonl holds them."""
+        for text in texts:
+            self._say(f"warning: step {step}: {text}")
+        self._warnings += texts
+
+    def metrics(self, metrics: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, with the warnings since the one before."""
+        if self._warnings:
+            metrics["warnings"], self._warnings = self._warnings, []
+        if self._world.is_main:
+            append_line(self._run_dir / "metrics.jsonl", metrics)
+        self._loggers.log(metrics["step"], metrics)
+
+    def evaluation(self, result: dict[str, Any]) -> None:
+        """A line of evaluation.jsonl."""
+        if self._world.is_main:
+            append_line(self._run_dir / "evaluation.jsonl", result)
+        held_out = {key: value for key, value in result.items() if key != "step"}
+        self._loggers.log(result["step"], {"step": result["step"], "held_out": held_out})
+
+    def rollback(self, step: int, to_step: int, losses: list[float], samples: int) -> None:
+        """A line of rollbacks.jsonl: where the spike was, where the run went, what it skipped."""
+        event = {"step": step, "to_step": to_step, "losses": losses, "samples_skipped": samples}
+        if self._world.is_main:
+            append_line(self._run_dir / "rollbacks.jsonl", event)
+
+    def close(self) -> None:
+        """Lets the loggers write what waits."""
+        self._loggers.close()
