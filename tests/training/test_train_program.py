@@ -6,7 +6,10 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,3 +245,23 @@ def test_missing_deepspeed_is_said_with_the_remedy(monkeypatch):
     with pytest.raises(ValueError, match=r"pip install deepspeed, or train with training\.engine"):
         processes.start("deepspeed", "cpu")
     assert isinstance(processes.start("torch", "cpu"), World)
+
+
+@pytest.mark.distributed
+def test_two_ranks_with_uneven_shards_end_together_and_see_every_sample(config_file, tmp_path):
+    """21 samples in shards of 7, 3 and 11, two epochs; the run stops on the way and goes on."""
+    pytest.importorskip("deepspeed")
+    for name, count in (("a", 7), ("b", 3), ("c", 11)):
+        write_shard(tmp_path / f"uneven_{name}-000000.tar", count)
+    overrides = [f"data.shards={tmp_path / 'uneven_*.tar'}", "data.epochs=2"]
+    overrides += ["training.engine=deepspeed", "training.threads=1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc_per_node", "2", "train.py", "--config", str(config_file)]
+    for steps in (2, 999):
+        command = [*launcher, *overrides, f"training.max_steps={steps}"]
+        subprocess.run(command, cwd=Path(train.__file__).parent, timeout=400, check=False)
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    counts = lines[-1]["delivered_by_source"]
+    assert sum(count["samples"] for count in counts.values()) == lines[-1]["samples"] == 42
+    assert (tmp_path / "run" / "model" / "config.json").exists()
