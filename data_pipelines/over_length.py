@@ -37,13 +37,13 @@ def truncated(
     Returns:
         None where no supervised token would be left.
     """
-    runs = picture_runs(sample, processor)
-    cut = min([limit, len(sample.labels), *(start for start, end in runs if start < limit < end)])
+    cut = min(limit, len(sample.labels))
+    # Image tokens are never supervised, so this goes back to before a picture that is cut, too.
     while cut > 0 and sample.labels[cut - 1] == IGNORED:
         cut -= 1
     if cut < 2:  # the first token has no predecessor: the model does not count its label
         return None
-    return _part(sample, 0, cut, runs)
+    return _part(sample, 0, cut, picture_runs(sample, processor))
 
 
 def is_document(turns: Sequence[Turn]) -> bool:
