@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
+
+from conceptmoe_vl.field_checks import (
+    check_known_keys,
+    check_rope_scaling,
+    check_type,
+    require,
+    require_choice,
+)
 
 _ROUTERS = ("cosine", "linear", "fixed", "none")
 _MERGES = ("sum", "boundary", "mean")
-
-
-def check_known_keys(given: Any, known: Any, where: str) -> None:
-    """Raises `ValueError` for the first key of `given` not in `known`, naming the nearest."""
-    known = sorted(known)
-    for key in given:
-        if key in known:
-            continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-        hint = f"; the nearest known key is '{near[0]}'" if near else ""
-        raise ValueError(f"unknown configuration key '{where}.{key}'{hint}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_choice(section: str, name: str, value: Any, choices: tuple) -> None:
-    _require(value in choices, f"{section}.{name} is {value!r}; choose one of {list(choices)}")
-
-
-# Parameters of each kind of rope scaling; the first ones must be given.
-ROPE_SCALINGS = {
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-
-
-def check_rope_scaling(scaling: dict) -> None:
-    """Raises `ValueError` unless these are the parameters of a kind of rope scaling."""
-    where = "text.rope_scaling"
-    kind = scaling.get("rope_type")
-    _require_choice("text", "rope_scaling.rope_type", kind, tuple(ROPE_SCALINGS))
-    needed, optional = ROPE_SCALINGS[str(kind)]
-    check_known_keys(scaling, ("rope_type", *needed, *optional), where)
-    for name in needed:
-        value = scaling.get(name)
-        _require(
-            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
-            f"{where}.{name} is {value!r}; {kind} scaling needs a positive number",
-        )
 
 
 @dataclasses.dataclass
@@ -137,29 +95,29 @@ class TextConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, int) and value > 0,
                 f"text.{name} is {value!r}; give a positive integer",
             )
         if self.head_dim is None:
-            _require(
+            require(
                 self.hidden_size % self.num_attention_heads == 0,
                 f"text.hidden_size {self.hidden_size} is no multiple of text.num_attention_heads "
                 f"{self.num_attention_heads}; set text.head_dim",
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        _require(
+        require(
             self.head_dim % 2 == 0,
             f"text.head_dim is {self.head_dim}; rotary positions need an even size",
         )
-        _require(
+        require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"text.num_attention_heads {self.num_attention_heads} is no multiple of "
             f"text.num_key_value_heads {self.num_key_value_heads}",
         )
         for name in ("encoder_layers", "concept_layers", "decoder_layers", "num_shared_experts"):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, int) and value >= 0,
                 f"text.{name} is {value!r}; give an integer of 0 or more",
             )
@@ -167,15 +125,15 @@ class TextConfig:
             ("", self.num_experts, self.num_experts_per_tok),
             ("concept_", self.experts_of_concepts, self.experts_per_concept),
         ):
-            _require(
+            require(
                 0 < chosen <= experts,
                 f"text.{stage}num_experts_per_tok is {chosen}, "
                 f"but text.{stage}num_experts is {experts}",
             )
-        _require_choice("text", "qk_norm_over", self.qk_norm_over, ("head", "all_heads"))
-        _require_choice("text", "attention_bias", self.attention_bias, ("none", "qkv", "all"))
+        require_choice("text", "qk_norm_over", self.qk_norm_over, ("head", "all_heads"))
+        require_choice("text", "attention_bias", self.attention_bias, ("none", "qkv", "all"))
         for name in ("shared_intermediate_size", "shared_expert_gate"):
-            _require(
+            require(
                 not getattr(self, name) or self.num_shared_experts > 0,
                 f"text.{name} is {getattr(self, name)!r}, but text.num_shared_experts is 0; set it "
                 "to 1",
@@ -206,12 +164,12 @@ class TextConfig:
         """Concept layers in the order of execution, looped spans repeated."""
         schedule, next_layer = [], 0
         for loop in sorted(self.concept_loops):
-            _require(
+            require(
                 len(loop) == 3,
                 f"text.concept_loops holds {loop}; each entry is [first, last, times]",
             )
             first, last, times = loop
-            _require(
+            require(
                 next_layer <= first <= last < self.concept_layers and times >= 1,
                 f"text.concept_loops entry {loop} does not fit: spans lie within concept layers 0 "
                 f"to {self.concept_layers - 1}, do not overlap, and are passed at least once",
@@ -281,19 +239,17 @@ class ChunkConfig:
             ("concept_residual", ("add", "delta")),
             ("concept_positions", ("boundary", "index")),
         ):
-            _require_choice("chunk", name, getattr(self, name), choices)
+            require_choice("chunk", name, getattr(self, name), choices)
         if self.router != "none":
             for name in ("target_ratio", "image_target_ratio", "text_target_ratio"):
                 value = getattr(self, name)
-                _require(
+                require(
                     value is None or value > 1,
                     f"chunk.{name} is {value}; it must be above 1 unless chunk.router is none",
                 )
-        _require(self.tau >= 1, f"chunk.tau is {self.tau}; it must be at least 1")
-        _require(self.sigma >= 0, f"chunk.sigma is {self.sigma}; it must not be negative")
-        _require(
-            self.joint_decoding_layers >= 0, "chunk.joint_decoding_layers must not be negative"
-        )
+        require(self.tau >= 1, f"chunk.tau is {self.tau}; it must be at least 1")
+        require(self.sigma >= 0, f"chunk.sigma is {self.sigma}; it must not be negative")
+        require(self.joint_decoding_layers >= 0, "chunk.joint_decoding_layers must not be negative")
         if self.target_ratios is not None:
             self._check_target_ratios(self.target_ratios)
         if self.calibration is not None:
@@ -302,25 +258,25 @@ class ChunkConfig:
     def _check_target_ratios(self, ratios: list) -> None:
         shown = f"chunk.target_ratios is {ratios}"
         numbers = all(isinstance(r, (int, float)) and not isinstance(r, bool) for r in ratios)
-        _require(numbers and len(ratios) > 0, f"{shown}; give a list of numbers")
-        _require(all(r >= 1 for r in ratios), f"{shown}; every ratio must be at least 1")
-        _require(len(set(ratios)) == len(ratios), f"{shown}; give each ratio once")
-        _require(
+        require(numbers and len(ratios) > 0, f"{shown}; give a list of numbers")
+        require(all(r >= 1 for r in ratios), f"{shown}; every ratio must be at least 1")
+        require(len(set(ratios)) == len(ratios), f"{shown}; give each ratio once")
+        require(
             self.target_ratio in ratios,
             f"{shown}; chunk.target_ratio {self.target_ratio:g} must be among them: it is used "
             "where none is asked for",
         )
-        _require(
+        require(
             self.router in ("cosine", "linear"),
             f"{shown}, but chunk.router is {self.router}; thresholds are learned for cosine and "
             "linear",
         )
-        _require(
+        require(
             self.ratio_scope != "sample",
             f"{shown}, but chunk.ratio_scope is sample; choose global or modality",
         )
         own = (self.image_target_ratio, self.text_target_ratio)
-        _require(
+        require(
             own == (None, None),
             f"{shown}, but chunk.image_target_ratio or chunk.text_target_ratio is set; with "
             "several ratios both modalities have the drawn one",
@@ -330,13 +286,13 @@ class ChunkConfig:
 def _check_calibration(table: dict) -> None:
     check_known_keys(table, ("ratios", "all", "text", "image"), "chunk.calibration")
     ratios = table.get("ratios", [])
-    _require(
+    require(
         list(ratios) == sorted(ratios) and all(r > 1 for r in ratios),
         f"chunk.calibration.ratios is {ratios}; give rising ratios above 1",
     )
     for name in ("all", "text", "image"):
         values = table.get(name)
-        _require(
+        require(
             isinstance(values, (list, tuple)) and len(values) == len(ratios),
             f"chunk.calibration.{name} needs one threshold for each of the {len(ratios)} ratios; "
             "run 'conceptmoe-vl calibrate' again",
@@ -378,15 +334,15 @@ class VisionConfig:
     background: list = dataclasses.field(default_factory=lambda: [255, 255, 255])
 
     def __post_init__(self) -> None:
-        _require_choice("vision", "size_policy", self.size_policy, ("fixed", "tiles", "native"))
-        _require_choice("vision", "projector", self.projector, ("linear", "mlp"))
+        require_choice("vision", "size_policy", self.size_policy, ("fixed", "tiles", "native"))
+        require_choice("vision", "projector", self.projector, ("linear", "mlp"))
         for name in ("image_size", "max_patches", "max_tiles", "downsample"):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, int) and value > 0,
                 f"vision.{name} is {value!r}; give a positive integer",
             )
-        _require(
+        require(
             self.select_layer < 0,
             f"vision.select_layer is {self.select_layer}; count from the end: -1, -2, ...",
         )
@@ -407,26 +363,5 @@ def build_section(section: str, values: Any) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     check_known_keys(values, fields, section)
     for key, value in values.items():
-        _check_type(section, key, value, str(fields[key].type))
+        check_type(section, key, value, str(fields[key].type))
     return kind(**values)
-
-
-def _check_type(section: str, key: str, value: Any, annotation: str) -> None:
-    allowed = {part.strip() for part in annotation.split("|")}
-    number: dict[str, type | tuple[type, ...]] = {
-        "int": int,
-        "float": (int, float),
-        "bool": bool,
-        "str": str,
-        "list": (list, tuple),
-        "dict": dict,
-    }
-    if value is None:
-        ok = "None" in allowed
-    elif isinstance(value, bool):
-        ok = "bool" in allowed
-    else:
-        ok = any(
-            isinstance(value, number[part]) for part in allowed if part in number and part != "bool"
-        )
-    _require(ok, f"{section}.{key} is {value!r}; its type is {annotation}")

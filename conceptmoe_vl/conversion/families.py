@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.sections import ROPE_SCALINGS
+from conceptmoe_vl.field_checks import ROPE_SCALINGS
 
 _MLA = (
     "its latent attention (MLA) has keys and values of different sizes and rotates only a part of "

@@ -9,12 +9,12 @@ from typing import Any
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.conversion.families import Family, read_source, text_fields
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import check_known_keys
 from conceptmoe_vl.sections import (
     ChunkConfig,
     TextConfig,
     VisionConfig,
     build_section,
-    check_known_keys,
 )
 
 # Fields of `text` that are taken from a plan. It may repeat all others, with the source's values.

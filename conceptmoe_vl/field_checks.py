@@ -1,0 +1,79 @@
+"""Checks of configuration fields: `ValueError` with the field's name, its value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+
+def check_known_keys(given: Any, known: Any, where: str) -> None:
+    """Raises `ValueError` for the first key of `given` not in `known`, naming the nearest."""
+    known = sorted(known)
+    for key in given:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+        hint = f"; the nearest known key is '{near[0]}'" if near else ""
+        raise ValueError(f"unknown configuration key '{where}.{key}'{hint}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_choice(section: str, name: str, value: Any, choices: tuple) -> None:
+    """Raises `ValueError` unless the field has one of these values."""
+    require(value in choices, f"{section}.{name} is {value!r}; choose one of {list(choices)}")
+
+
+# Parameters of each kind of rope scaling; the first ones must be given.
+ROPE_SCALINGS = {
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+def check_rope_scaling(scaling: dict) -> None:
+    """Raises `ValueError` unless these are the parameters of a kind of rope scaling."""
+    where = "text.rope_scaling"
+    kind = scaling.get("rope_type")
+    require_choice("text", "rope_scaling.rope_type", kind, tuple(ROPE_SCALINGS))
+    needed, optional = ROPE_SCALINGS[str(kind)]
+    check_known_keys(scaling, ("rope_type", *needed, *optional), where)
+    for name in needed:
+        value = scaling.get(name)
+        require(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
+            f"{where}.{name} is {value!r}; {kind} scaling needs a positive number",
+        )
+
+
+def check_type(section: str, key: str, value: Any, annotation: str) -> None:
+    """Raises `ValueError` unless the value is of a dataclass field's annotated type."""
+    allowed = {part.strip() for part in annotation.split("|")}
+    number: dict[str, type | tuple[type, ...]] = {
+        "int": int,
+        "float": (int, float),
+        "bool": bool,
+        "str": str,
+        "list": (list, tuple),
+        "dict": dict,
+    }
+    if value is None:
+        ok = "None" in allowed
+    elif isinstance(value, bool):
+        ok = "bool" in allowed
+    else:
+        ok = any(
+            isinstance(value, number[part]) for part in allowed if part in number and part != "bool"
+        )
+    require(ok, f"{section}.{key} is {value!r}; its type is {annotation}")
