@@ -17,6 +17,7 @@ from conceptmoe_vl.flops import count_parameters, forward_flops
 
 PARAMETER_LIMIT, FLOPS_LIMIT = 0.005, 0.01
 _WIDTH_MULTIPLES = (64, 32, 16, 8)  # grouped products need 16 bytes: eight bfloat16 values
+_MOST_LOOPS = 200  # numbers of extra passes that are tried; with more of them not every one
 _TOKENS = 2**20  # FLOPs a token are taken over so many: rounding T / R up no longer counts
 
 
@@ -121,21 +122,25 @@ class Task:
         for chosen in _near(cost, self.flops, FLOPS_LIMIT, (low, held, 1)):
             yield {**fields, name: chosen}
 
-    def experts(self, fields: dict) -> Iterator[dict]:
-        """`fields` with more experts a concept; from scratch also with another number of experts
-        in C, which makes room for the parameters of chunking.
+    def experts(self, fields: dict, other_number: bool) -> Iterator[dict]:
+        """`fields` with more experts a concept.
+
+        Args:
+            other_number: C has another number of experts as well, which makes room for the
+                parameters of chunking.
         """
-        text = self.start.text
+        text, name = self.start.text, "concept_num_experts"
         options = [fields]
-        if self.free:
-            spans = self.near(
-                fields, "concept_num_experts", text.num_experts_per_tok, 2 * text.num_experts
-            )
-            options += [
-                {**fields, "concept_num_experts": n} for n in spans if n != text.num_experts
-            ]
+        if other_number:
+            numbers = self.near(fields, name, text.num_experts_per_tok, 2 * text.num_experts)
+            options = [{**fields, name: n} for n in numbers if n != text.num_experts]
         for option in options:
             yield from self.chosen(option, text.num_experts_per_tok)
+
+    @property
+    def tiers(self) -> list[bool]:
+        """Whether C may have another number of experts: first not, then, from scratch, so."""
+        return [False, True] if self.free else [False]
 
 
 def _near(
@@ -190,19 +195,23 @@ class _Candidate:
 def _by_experts(task: Task) -> Iterator[_Candidate]:
     """As few changes of the number of experts as parameters allow."""
     plain = task.start.text.num_experts
-    for fields in task.experts({}):
-        yield _Candidate(fields, abs(fields.get("concept_num_experts", plain) - plain) / plain)
+    for tier, other_number in enumerate(task.tiers):
+        for fields in task.experts({}, other_number):
+            held = fields.get("concept_num_experts", plain)
+            yield _Candidate(fields, abs(held - plain) / plain, tier)
 
 
 def _by_loops(task: Task) -> Iterator[_Candidate]:
     """About half of what is saved goes into passes: 1.5 L at R = 2, 1.25 L at 1.5 (Figure 5)."""
     layers, plain = task.start.text.concept_layers, task.start.text.num_experts
     most = math.ceil(layers * (task.ratio - 1)) + 1
-    for extra in range(1, most + 1) if task.loops is None else [task.loops]:
-        away = abs(1 + extra / layers - (1 + task.ratio) / 2)
-        for fields in task.experts({"concept_loops": loop_spans(layers, extra)}):
-            held = fields.get("concept_num_experts", plain)
-            yield _Candidate(fields, away + abs(held - plain) / plain)
+    numbers = range(1, most + 1, math.ceil(most / _MOST_LOOPS))
+    for tier, other_number in enumerate(task.tiers):
+        for extra in numbers if task.loops is None else [task.loops]:
+            away = abs(1 + extra / layers - (1 + task.ratio) / 2)
+            for fields in task.experts({"concept_loops": loop_spans(layers, extra)}, other_number):
+                held = fields.get("concept_num_experts", plain)
+                yield _Candidate(fields, away + abs(held - plain) / plain, tier)
 
 
 def _by_width(task: Task) -> Iterator[_Candidate]:
