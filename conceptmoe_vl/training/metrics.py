@@ -147,24 +147,28 @@ class StepStatistics:
             result.update(_document_metrics(packed[at:]))
         return result
 
-    def reduce_details(
-        self, skipped: dict[str, int], delivered: dict[str, dict[str, int]]
-    ) -> dict[str, Any]:
-        """Losses by source and modality, experts' load, skipped samples by reason, and samples,
+    def reduce_details(self, stream: Any) -> dict[str, Any]:
+        """Losses by source and modality, experts' load, skipped and shortened samples, and samples,
         tokens and images delivered by source, over all ranks. Collective.
+
+        Args:
+            stream: of this rank, with the counts `skipped`, `over_length` and `delivered`.
         """
         load = {stage: torch.stack(values).mean(0).tolist() for stage, values in self._load.items()}
         totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         skips: collections.Counter[str] = collections.Counter()
+        shortened: collections.Counter[str] = collections.Counter()
         counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         loads: dict[str, list] = collections.defaultdict(list)
-        for by_group, rank_skips, rank_delivered, rank_load in gather_objects(
-            (dict(self._by_group), dict(skipped), delivered, load)
+        own = (dict(self._by_group), dict(stream.skipped), dict(stream.over_length))
+        for by_group, rank_skips, rank_shortened, rank_delivered, rank_load in gather_objects(
+            (*own, stream.delivered, load)
         ):
             for group, (total, count) in by_group.items():
                 totals[group][0] += total
                 totals[group][1] += count
             skips.update(rank_skips)
+            shortened.update(rank_shortened)
             for source, numbers in rank_delivered.items():
                 counts[source].update(numbers)
             for stage, values in rank_load.items():
@@ -188,6 +192,7 @@ class StepStatistics:
                 for stage, values in self._entropy.items()
             },
             "skipped": dict(sorted(skips.items())),
+            "over_length": dict(sorted(shortened.items())),
             "delivered_by_source": {source: dict(counts[source]) for source in sorted(counts)},
         }
         if self._by_target:  # the model has summed it over ranks; of the last micro-batch

@@ -52,7 +52,7 @@ class Trainer:
     Args:
         model: `ConceptMoEVLForConditionalGeneration`, or a module that takes the same arguments.
         stream: iterator over packed batches of this rank, with `state_dict`, `load_state_dict`,
-            `skipped` (counts by reason), `delivered` (counts by source) and `filler()`.
+            `skipped`, `over_length` (counts by reason), `delivered` (by source) and `filler()`.
         config: the `training` section.
         run_dir: folder of the run.
         world: from `distributed.start`.
@@ -170,7 +170,7 @@ class Trainer:
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
         metrics = {**counters, **metrics}
         if logged:
-            metrics |= statistics.reduce_details(self.stream.skipped, self.stream.delivered)
+            metrics |= statistics.reduce_details(self.stream)
             metrics |= self._speed.take()
             metrics |= {
                 "peak_memory": peak_memory_bytes(self.world.device),

@@ -74,6 +74,7 @@ class SyntheticStream:
         self._poisoned = {tuple(pair) for pair in poisoned}
         self._position = 0
         self.skipped: collections.Counter[str] = collections.Counter(too_long=rank + 1)
+        self.over_length = {"split": 1 + rank}
         self.delivered = {"even": {"samples": 2 + rank}, f"only-{rank}": {"samples": 1}}
         self.keys_seen: list[str] = []
         self.epoch = 0

@@ -126,6 +126,7 @@ def test_two_ranks_with_half_the_batch_give_one_rank_with_the_whole(two, tmp_pat
     assert last["lm_loss_by_source"] == pytest.approx(expected[-1]["lm_loss_by_source"], rel=2e-5)
     assert last["samples"] == 12
     assert last["skipped"] == {"too_long": 3}
+    assert last["over_length"] == {"split": 3}
     assert last["delivered_by_source"] == {
         "even": {"samples": 5},
         "only-0": {"samples": 1},
