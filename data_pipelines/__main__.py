@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -13,17 +14,23 @@ from rich.console import Console
 from conceptmoe_vl.errors import UserError
 from data_pipelines.build_command import add_build, check_source, positive
 from data_pipelines.layouts import LAYOUTS
+from data_pipelines.pieces import visible
+
+_LEARNT = 4096  # characters of a text that the small tokenizer is learnt from
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0; 1 where the data is damaged; 2 for a mistake in the call."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):  # names of files and samples may have no form there
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         check_source(arguments)
         options = _parser().parse_args(arguments)
         return options.run(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # a reader such as `head` has seen enough
@@ -88,7 +95,7 @@ def _index(options: Any) -> int:
 
     def on_damage(shard: str, fault: str) -> None:
         damaged.append(shard)
-        print(f"shard '{shard}': {fault}; copy it again", file=sys.stderr)
+        print(visible(f"shard '{shard}': {fault}; copy it again"), file=sys.stderr)
 
     entries = write_indexes(options.shards, on_damage, options.manifest)
     samples = sum(entry["samples"] for entry in entries)
@@ -105,7 +112,7 @@ def _validate(options: Any) -> int:
         if options.json:
             faults.append(fault._asdict())
         else:
-            print(fault.line())
+            print(visible(fault.line()))
 
     counts = validate(
         options.paths,
@@ -199,7 +206,9 @@ def _processor(options: Any) -> Any:
     from data_pipelines.shards import iter_texts
 
     if options.model is None:
-        tokenizer = train_tokenizer(iter_texts(options.shards, max_samples=1000), 1024)
+        # Learning takes the square of a word's length: texts without spaces would take hours.
+        texts = (text[:_LEARNT] for text in iter_texts(options.shards, max_samples=1000))
+        tokenizer = train_tokenizer(texts, 1024)
         return ConceptMoEVLProcessor(ConceptMoEVLImageProcessor(), tokenizer)
     if not Path(options.model).is_dir():
         raise UserError(f"--model: there is no folder '{options.model}'")

@@ -16,6 +16,7 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines import building
 from data_pipelines.importing import layout_recipe
 from data_pipelines.layouts import LAYOUTS
+from data_pipelines.pieces import visible
 from data_pipelines.sources import SOURCES
 from data_pipelines.workers import default_workers
 from data_pipelines.writing import REJECTS, ShardSize
@@ -188,7 +189,7 @@ def _build(options: Any) -> int:
         print(f"left out from the start: {', '.join(reasons)}")
     print(rejects.describe())
     if rejects.count:
-        print(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}")
+        print(visible(f"first: {rejects.named[0]['record']}: {rejects.named[0]['message']}"))
         print(f"all of them by reason, the first by name: {options.out}/{REJECTS}")
     return 0
 

@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines.shard_index import INDEX_SUFFIX, index_path
 from data_pipelines.writing import MANIFEST, REJECTS
 
-_OWN = _LOCK, _JOURNAL, _MARKS = ".lock", ".journal.jsonl", ".marks"
+_OWN = _LOCK, _JOURNAL, _MARKS = ".lock", ".journal", ".marks"
 MARK_BYTES = 16
 
 
@@ -41,7 +42,7 @@ class PartialBuild:
 
     def __init__(self, out: Path, force: bool = False) -> None:
         _check_target(out, force)
-        self.out = out
+        self.out, self._force = out, force
         self.folder = out.with_name(f".{out.name}.partial")
         self.num_shards = 0
         self._num_marks = 0
@@ -81,26 +82,26 @@ class PartialBuild:
         kept = {_LOCK}
         for entry in entries:
             kept |= {entry["shard"]["name"], index_path(entry["shard"]["name"]).name}
-        self._replace(_MARKS, b"".join(marks))
-        self._replace(_JOURNAL, b"".join(map(_line, [{"fingerprint": fingerprint}, *entries])))
-        for path in self.folder.iterdir():
+        self.num_shards, self._num_marks = len(entries), len(marks)
+        for path in self.folder.iterdir():  # first of all: the disk may still be full
             if path.name not in (*kept, _MARKS, _JOURNAL):
                 path.unlink()
-        self.num_shards, self._num_marks = len(entries), len(marks)
+        self._replace(_MARKS, b"".join(marks))
+        self._replace(_JOURNAL, b"".join(map(_line, [{"fingerprint": fingerprint}, *entries])))
         return entries, marks, len(lines) > 1 and not same
 
     def _read_journal(self) -> list[dict[str, Any]]:
-        """Its whole lines; the last one may be torn."""
+        """Its whole lines, up to one that is torn or was changed."""
         try:
             text = (self.folder / _JOURNAL).read_bytes()
         except FileNotFoundError:
             return []
         lines: list[dict[str, Any]] = []
         for line in text.split(b"\n")[:-1]:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
+            check, _, entry = line.partition(b" ")
+            if check != _check(entry):
                 break
+            lines.append(json.loads(entry))
         return lines
 
     def _is_whole(self, shard: dict[str, Any]) -> bool:
@@ -137,7 +138,12 @@ class PartialBuild:
         (self.folder / f"{name}.new").replace(self.folder / name)
 
     def complete(self) -> None:
-        """Puts the folder in the place of the data set."""
+        """Puts the folder in the place of the data set.
+
+        Raises:
+            UserError: `out` has come to hold what must not be replaced.
+        """
+        _check_target(self.out, self._force)
         if self.out.exists():
             shutil.rmtree(self.out)
         self.folder.rename(self.out)
@@ -154,7 +160,12 @@ def _write(path: Path, mode: str, data: bytes) -> None:
 
 
 def _line(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
+    content = json.dumps(entry).encode()
+    return _check(content) + b" " + content + b"\n"
+
+
+def _check(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest()[:16].encode()
 
 
 def _check_target(path: Path, force: bool) -> None:

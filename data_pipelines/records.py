@@ -127,7 +127,8 @@ def parse_record(text: bytes) -> dict:
             takes.
     """
     try:
-        record = json.loads(text)
+        # `json` alone would take UTF-16, and a line of it, cut behind a byte, as other characters.
+        record = json.loads(text.decode("utf-8-sig"))
     # ValueError: broken JSON, broken UTF-8, integers of more than 4,300 digits
     except (ValueError, RecursionError) as error:
         raise RecordError("bad_json", f"the record is no JSON ({error})", "json") from error

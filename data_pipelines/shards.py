@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _OPEN_FILES = 64
+_PIECE = 1 << 20  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ def scan_shard(shard: str) -> tuple[list[IndexedSample], str | None]:
                 end = member.end
                 if info.isfile():
                     last_key = members.add(info.name, member)
-        if not _is_end_mark(shard, end):
+        if not _is_end(shard, end):
             fault = f"it ends early or is damaged at byte {end} of {size}"
     except (tarfile.TarError, EOFError) as error:
         fault = f"it ends early or is damaged behind byte {min(end, size)} of {size} ({error})"
@@ -174,15 +175,23 @@ def scan_shard(shard: str) -> tuple[list[IndexedSample], str | None]:
     return members.samples(shard), fault
 
 
-def _is_end_mark(shard: str, offset: int) -> bool:
-    """Whether a block of zeros stands there; tarfile takes any broken header for the end."""
+def _is_end(shard: str, offset: int) -> bool:
+    """Whether a block of zeros stands there, and nothing else behind it.
+
+    tarfile takes any broken header for the end, and a block of zeros too: a hole that a copy left,
+    or the end mark of the first of two tars in one file, behind which samples would be lost.
+    """
     with open(shard, "rb") as file:
         file.seek(offset)
-        return file.read(BLOCK) == bytes(BLOCK)
+        piece = file.read(BLOCK)
+        whole = len(piece) == BLOCK
+        while piece and not piece.strip(b"\0"):
+            piece = file.read(_PIECE)
+        return whole and not piece
 
 
 def _is_header(block: bytes, key: str, name: str, size: int) -> bool:
-    """Whether the header of a tar is that of a member, by its size and the last part of its path.
+    """Whether the header of a tar is that of a member, by its size and path.
 
     Long and foreign paths are cut or replaced there, and sizes from 8 GiB on are not octal: what
     cannot be compared counts as equal.
@@ -192,8 +201,10 @@ def _is_header(block: bytes, key: str, name: str, size: int) -> bool:
     except ValueError:
         found = size if block[124] & 0x80 else -1
     path = block[:100].partition(b"\0")[0].lower()
-    own = f"{key.rpartition('/')[2]}.{name}".rstrip(".").lower()
-    same = len(path) == 100 or not own.isascii() or path.rpartition(b"/")[2] == own.encode()
+    own = f"{key}.{name}".rstrip(".").lower()
+    # The start of a long path stands elsewhere in the header.
+    same = len(path) == 100 or not own.isascii()
+    same = same or f"/{own}".encode().endswith(b"/" + path.removeprefix(b"./"))
     return found == size and same
 
 

@@ -69,7 +69,9 @@ def from_llava(row: dict[str, Any], folder: ImageFolder) -> Found:
         if not isinstance(role, str) or role not in _LLAVA_ROLES:
             roles = ", ".join(_LLAVA_ROLES)
             raise RecordError(
-                "bad_role", f"'{field}' is from {role!r}; give one of {roles}", f"{field}.from"
+                "bad_role",
+                f"'{field}' is from {repr(role)[:80]}; give one of {roles}",
+                f"{field}.from",
             )
         text = _text(turn.get("value"), f"{field}.value")
         parts = _split(text) if references else (text,)

@@ -33,7 +33,9 @@ def from_img2dataset(members: dict[str, bytes], folder: ImageFolder) -> Found:
     else:
         raise RecordError("missing_field", "there is neither 'txt' nor 'json'", "txt")
     if not isinstance(caption, str) or not caption.strip():
-        raise RecordError("no_answer", f"the caption is {caption!r}; nothing can be learnt", "txt")
+        raise RecordError(
+            "no_answer", f"the caption is {repr(caption)[:80]}; nothing can be learnt", "txt"
+        )
     image = EncodedImage(pictures[0], members[pictures[0]], pictures[0])
     return _record([{"type": "image"}], caption.strip()), [image]
 
@@ -84,7 +86,7 @@ def from_mmc4(row: dict[str, Any], folder: ImageFolder) -> Found:
         if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(before):
             raise RecordError(
                 "bad_field",
-                f"'{field}.matched_text_index' is {place!r}, of {len(before)} sentences",
+                f"'{field}.matched_text_index' is {repr(place)[:80]}, of {len(before)} sentences",
                 f"{field}.matched_text_index",
             )
         before[place].append((info.get("image_name"), f"{field}.image_name"))

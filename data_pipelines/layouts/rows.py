@@ -144,6 +144,7 @@ def _array_elements(file: Path) -> Iterator[bytes]:
                 start += 1
             mark = buffer[start : start + 1]
             if mark == "]" and (due == "comma" or count == 0):
+                _check_end(stream, file, buffer[start + 1 :], count)
                 return
             if mark == "," and due == "comma":
                 start, due = start + 1, "element"
@@ -163,6 +164,15 @@ def _array_elements(file: Path) -> Iterator[bytes]:
             # Doubling what is read keeps a huge element from being scanned again and again.
             more += _more(stream, file, len(buffer) - start - _CHUNK)
             buffer, start = buffer[start:] + more, 0
+
+
+def _check_end(stream: Any, file: Path, behind: str, count: int) -> None:
+    """Whatever stood there would be lost: a second array, or the lines of a JSONL file."""
+    while behind and not behind.strip():
+        behind = _more(stream, file)
+    if behind:
+        message = f"'{file}' goes on behind its JSON array of {count} records; give one array"
+        raise FileError(str(file), "bad_json", message)
 
 
 def _element_end(decoder: json.JSONDecoder, buffer: str, start: int) -> int | None:
@@ -228,13 +238,29 @@ def _parquet_rows(file: Path, needed: Sequence[str], optional: Sequence[str]) ->
                 )
             columns = [name for name in (*needed, *optional) if name in there]
             for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
-                for row in batch.to_pylist():
+                for load in _batch_loads(batch):
                     number += 1
-                    yield Row(str(file), number, None, partial(dict, row))
+                    yield Row(str(file), number, None, load)
     except pyarrow.ArrowException as error:
         detail = " ".join(str(error).split())[:200]
         message = f"'{file}' is damaged behind row {number} ({detail})"
         raise FileError(str(file), "truncated_shard", message) from error
+
+
+def _batch_loads(batch: Any) -> list[Callable[[], Any]]:
+    """Of each row of a record batch what loads it; one without a value in Python is alone."""
+    try:
+        return [partial(dict, row) for row in batch.to_pylist()]
+    # ValueError: texts that are no UTF-8; OverflowError: times before the year 1 or behind 9999
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [partial(_unreadable, " ".join(str(error).split())[:200])]
+        rows = (batch.slice(number, 1) for number in range(batch.num_rows))
+        return [load for row in rows for load in _batch_loads(row)]
+
+
+def _unreadable(detail: str) -> Any:
+    raise RecordError("bad_content", f"the row cannot be read ({detail}); correct its file")
 
 
 def tar_rows(path: Path) -> Iterator[Row]:

@@ -160,7 +160,7 @@ def test_what_is_no_longer_of_the_same_kind_begins_anew(tmp_path, change):
     elif change == "shard":
         next((tmp_path / ".out.partial").glob("*.tar")).write_bytes(b"cut")
     else:
-        (tmp_path / ".out.partial" / ".journal.jsonl").write_bytes(b'{"finger')
+        (tmp_path / ".out.partial" / ".journal").write_bytes(b'{"finger')
     states = []
     build(new, out, how, states.append)
     assert states[0].resumed == 0
@@ -171,7 +171,7 @@ def test_what_is_no_longer_of_the_same_kind_begins_anew(tmp_path, change):
 
 def test_a_torn_journal_loses_its_last_shard_alone(tmp_path):
     interrupted(tmp_path / "out", options())
-    journal = tmp_path / ".out.partial" / ".journal.jsonl"
+    journal = tmp_path / ".out.partial" / ".journal"
     journal.write_bytes(journal.read_bytes()[:-10])
     states = []
     build(recipe(), tmp_path / "out", options(), states.append)
