@@ -153,8 +153,15 @@ def _shard_size(text: str) -> ShardSize:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _check_apart(path: Path, out: Path) -> None:
+    """A data set that takes the place of its own source (--force) would be the end of that."""
+    if path.resolve().is_relative_to(out.resolve()):
+        raise UserError(f"'{out}' is, or holds, the source '{path}'; name another folder")
+
+
 def _recipe(options: Any) -> building.Recipe:
     if options.source in LAYOUTS:
+        _check_apart(options.path, options.out)
         return layout_recipe(options.source, options.path, options.images, options.name)
     make = SOURCES[options.source]
     asked = {name: getattr(options, name) for name in _SOURCE_OPTIONS}

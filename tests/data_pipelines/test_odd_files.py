@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -13,11 +14,13 @@ import tarfile
 import pytest
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.processing import train_tokenizer
 from data_pipelines.__main__ import main
 from data_pipelines.building import build
 from data_pipelines.layouts.rows import FileError, table_rows
 from data_pipelines.records import RecordError, parse_record
 from data_pipelines.shards import ShardReader, index_shards, scan_shard
+from data_pipelines.writing import write_shards
 from tests.data_pipelines import test_building as building
 from tests.data_pipelines.conftest import failure, toy_shards
 
@@ -220,3 +223,34 @@ def test_a_member_of_another_folder_is_not_taken_for_ones_own(tmp_path):
         with pytest.raises(RecordError, match="does not stand at byte"):
             reader.read(sample, "json")
     reader.close()
+
+
+@pytest.mark.parametrize("out", ["shards", "shards/../shards", "link"])
+def test_no_data_set_takes_the_place_of_its_source(tmp_path, capsys, out):
+    folder = tmp_path / "shards"
+    toy_shards(folder, [3])
+    (tmp_path / "link").symlink_to(folder)
+    before = building.files(folder)
+    for source in (folder, next(folder.glob("*.tar"))):
+        arguments = ["build", "img2dataset", str(source), str(tmp_path / out), "--force"]
+        assert "name another folder" in failure(capsys, *arguments)
+    assert building.files(folder) == before
+
+
+def test_the_small_tokenizer_learns_from_the_start_of_each_text(tmp_path, monkeypatch, capsys):
+    """Learning takes the square of a word's length."""
+    word = "".join(map(str, range(20_000)))
+    record = {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": ""}]}
+    write_shards(tmp_path, "train", [("a", record, [])], 1)
+    lengths = []
+
+    def learn(texts, size):
+        texts = list(texts)
+        lengths.extend(map(len, texts))
+        return train_tokenizer(texts, size)
+
+    monkeypatch.setattr("conceptmoe_vl.processing.train_tokenizer", learn)
+    assert main(["show", str(tmp_path)]) == 0
+    assert lengths == [4096, 0]
+    shown = "".join(capsys.readouterr().out.split())
+    assert word[-100:] in re.sub(r"\]\[", "", shown)  # all of it is shown
