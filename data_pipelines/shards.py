@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import tarfile
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,11 +201,14 @@ def _is_header(block: bytes, key: str, name: str, size: int) -> bool:
         found = int(block[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
         found = size if block[124] & 0x80 else -1
-    path = block[:100].partition(b"\0")[0].lower()
+    name_field = block[:100].partition(b"\0")[0]
+    path = name_field.decode("utf-8", "surrogateescape").lower().removeprefix("./")
     own = f"{key}.{name}".rstrip(".").lower()
     # The start of a long path stands elsewhere in the header.
-    same = len(path) == 100 or not own.isascii()
-    same = same or f"/{own}".encode().endswith(b"/" + path.removeprefix(b"./"))
+    same = len(name_field) == 100 or f"/{own}".endswith(f"/{path}")
+    if not same and not own.isascii():  # PAX has `?` there, or marks of letters on their own
+        composed = (unicodedata.normalize("NFC", text) for text in (f"/{own}", f"/{path}"))
+        same = "?" in path or str.endswith(*composed)
     return found == size and same
 
 

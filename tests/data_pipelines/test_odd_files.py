@@ -202,12 +202,15 @@ def test_counts_of_a_manifest_that_are_no_numbers(tmp_path, capsys, field, value
     assert "bad_manifest: " in capsys.readouterr().out
 
 
-def test_a_member_of_another_folder_is_not_taken_for_ones_own(tmp_path):
-    """Equal names and sizes: an index that exchanges them gives errors, never wrong bytes."""
+@pytest.mark.parametrize(
+    "keys", [("a/1", "b/1", "./c/1"), ("日", "本", "É"), ("a\udcff", "a\udcfe", "e\u0301")]
+)
+def test_members_of_equal_size_are_not_taken_for_each_other(tmp_path, keys):
+    """An index that exchanges them gives errors, also in other folders and other scripts."""
     shard = tmp_path / "train-0.tar"
-    with tarfile.open(shard, "w") as tar:
-        for folder in ("a", "b", "./c"):
-            info = tarfile.TarInfo(f"{folder}/1.json")
+    with tarfile.open(shard, "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+        for key in keys:
+            info = tarfile.TarInfo(f"{key}.json")
             info.size = 2
             tar.addfile(info, io.BytesIO(b"{}"))
     assert main(["index", str(tmp_path)]) == 0
