@@ -207,8 +207,8 @@ def _is_header(block: bytes, key: str, name: str, size: int) -> bool:
     # The start of a long path stands elsewhere in the header.
     same = len(name_field) == 100 or f"/{own}".endswith(f"/{path}")
     if not same and not own.isascii():  # PAX has `?` there, or marks of letters on their own
-        composed = (unicodedata.normalize("NFC", text) for text in (f"/{own}", f"/{path}"))
-        same = "?" in path or str.endswith(*composed)
+        own, path = (unicodedata.normalize("NFC", text) for text in (own, path))
+        same = "?" in path or f"/{own}".endswith(f"/{path}")
     return found == size and same
 
 
