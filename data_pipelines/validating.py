@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conceptmoe_vl.images import ImageError
-from conceptmoe_vl.prompts import Turn
+from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.checking import ShardChecks
 from data_pipelines.encoding import with_pictures
 from data_pipelines.importing import image_folder
@@ -42,6 +42,7 @@ REMEDIES = {
     "bad_order": "put at most one system turn first, then user and assistant in turn",
     "bad_content": "give text, or a list of text and image parts, in UTF-8",
     "no_answer": "add an answer, or leave the record out",
+    "empty_answer": "write the answer; training would teach the model to say nothing",
     "image_count": "give as many images as placeholders, numbered from 0",
     "repeated_member": "keep one of the two",
     "truncated_shard": "copy the shard again",
@@ -161,6 +162,7 @@ def validate(
                 counts.samples += 1
                 try:
                     turns, encoded, pixels = sample.load()
+                    _check_answers(turns)
                     length = 0
                     if count_tokens is not None:
                         length = count_tokens(with_pictures(turns, pixels.__getitem__))
@@ -173,6 +175,23 @@ def validate(
         if counts.samples + counts.faults.total() == before:
             fault(path, None, None, RecordError("empty", "there is no sample"))
     return counts
+
+
+def _check_answers(turns: list[Turn]) -> None:
+    """Training takes an answer without text for what it is; a data set that holds one is at fault.
+
+    Raises:
+        RecordError: empty_answer, with the message's number.
+    """
+    for number, turn in enumerate(turns):
+        if turn.role == "assistant" and not any(
+            isinstance(part, Picture) or part.strip() for part in turn.parts
+        ):
+            raise RecordError(
+                "empty_answer",
+                f"'messages': the answer in message {number} is empty",
+                f"messages[{number}].content",
+            )
 
 
 def _count(

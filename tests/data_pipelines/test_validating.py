@@ -81,6 +81,8 @@ ROWS = [
     ({"messages": [QUESTION, {**ANSWER, "content": 3}]}, "bad_content", "messages[1].content"),
     ({"messages": [QUESTION, {**ANSWER, "content": "\ud800"}]}, "bad_content", "messages"),
     ({"messages": [QUESTION]}, "no_answer", "messages"),
+    ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, "empty_answer", "messages[1].content"),
+    ({"messages": [QUESTION, {**ANSWER, "content": []}]}, "empty_answer", "messages[1].content"),
     ({"messages": [QUESTION, ANSWER], "source": 3}, "bad_field", "source"),
     ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "image_count", "messages"),
     ({"messages": [QUESTION, ANSWER], "images": ["no.png"]}, "missing", "images[0]"),
