@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import train
 from conceptmoe_vl.training import Trainer, World, load_run_config
 from conceptmoe_vl.training import distributed as processes
+from data_pipelines import DataConfig, build_stream
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 230)}
 
@@ -189,6 +190,17 @@ def test_named_sources_with_weights_and_a_held_out_split(config_file, tmp_path):
     assert len({line["supervised_tokens"] for line in evaluations}) == 1  # the same batches
     other = f"evaluation.data={{shards: {tmp_path / 'other-*.tar'}}}"
     assert program(config_file, other, f"run_dir={tmp_path / 'other'}") == 0
+
+
+def test_held_out_samples_count_once(config_file, tmp_path):
+    split = {"shards": str(tmp_path / "train-*.tar"), "held_out": 0.3, "split": "held_out"}
+    options = ("data.held_out=0.3", "evaluation.data.split=held_out", "evaluation.batches=99")
+    assert program(config_file, *options) == 0
+    processor = AutoProcessor.from_pretrained(tmp_path / "run" / "model")
+    batches = list(build_stream(DataConfig(**split, epochs=1), processor))
+    (line,) = (json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").open())
+    assert 0 < sum(len(batch.keys) for batch in batches) < 24
+    assert line["supervised_tokens"] == sum(batch.num_supervised for batch in batches)
 
 
 def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatch):
