@@ -127,7 +127,7 @@ def parse_record(text: bytes) -> dict:
             takes.
     """
     try:
-        record = json.loads(text)
+        record = json.loads(text.decode("utf-8-sig"))  # bytes would be taken for UTF-16 too
     # ValueError: broken JSON, broken UTF-8, integers of more than 4,300 digits
     except (ValueError, RecursionError) as error:
         raise RecordError("bad_json", f"the record is no JSON ({error})", "json") from error
