@@ -51,7 +51,7 @@ def held_out_batches(
     """Makes the held-out batches of this rank, in a fixed order and without augmentation.
 
     Sources without weights are gone through once: no sample counts twice, and a rank without one
-    takes part all the same.
+    takes part all the same. A mixture has no end; shuffled, every rank comes to every sample.
     """
     if config.evaluation.data is None:
         return None
@@ -60,8 +60,9 @@ def held_out_batches(
     if "shards" in given or "sources" in given:  # in place of those of training
         training = {key: training[key] for key in training.keys() - {"shards", "sources"}}
     settings = DataConfig.from_mapping({**training, **plain, **given})
-    if "epochs" not in given and not any(each.weight for each in settings.source_configs):
-        settings = dataclasses.replace(settings, epochs=1)
+    is_mixture = any(each.weight for each in settings.source_configs)
+    order = {"shuffle": True} if is_mixture else {"epochs": 1}
+    settings = dataclasses.replace(settings, **{**order, **given})
 
     @functools.cache
     def opened() -> tuple[PackedStream, dict[str, Any]]:
