@@ -16,6 +16,7 @@ conceptmoe_vl_runtime.setup()
 
 # ruff: noqa: E402  (the lines above must run before torch is imported)
 import argparse
+import dataclasses
 import functools
 import itertools
 import signal
@@ -47,7 +48,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def held_out_batches(
     config: RunConfig, processor: Any, world: World
 ) -> Callable[[], Iterator[Any]] | None:
-    """Makes the held-out batches of this rank, in a fixed order and without augmentation."""
+    """Makes the held-out batches of this rank, in a fixed order and without augmentation.
+
+    Sources without weights are gone through once: no sample counts twice, and a rank without one
+    takes part all the same. A mixture has no end; shuffled, every rank comes to every sample.
+    """
     if config.evaluation.data is None:
         return None
     plain = {"shuffle": False, "augment": "none", "num_workers": 0, "epochs": None}
@@ -55,6 +60,9 @@ def held_out_batches(
     if "shards" in given or "sources" in given:  # in place of those of training
         training = {key: training[key] for key in training.keys() - {"shards", "sources"}}
     settings = DataConfig.from_mapping({**training, **plain, **given})
+    is_mixture = any(each.weight for each in settings.source_configs)
+    order = {"shuffle": True} if is_mixture else {"epochs": 1}
+    settings = dataclasses.replace(settings, **{**order, **given})
 
     @functools.cache
     def opened() -> tuple[PackedStream, dict[str, Any]]:

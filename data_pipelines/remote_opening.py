@@ -3,7 +3,8 @@
 Notable:
 - addresses are shown without user, password and query, commands by the shard's name alone: both
   may hold secrets;
-- an http connection that is opened again must find the same file, by its ETag.
+- an http connection that is opened again must find the same file, by its ETag, or by its time and
+  size.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class _Http:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._authorization = f"Basic {base64.b64encode(pair.encode()).decode()}"
         self._address, self._size, self._timeout = address, size, timeout
-        self._tag: str | None = None
+        self._same: tuple[str | None, str | None] = (None, None)
 
     def open(self, position: int) -> Any:
         request = urllib.request.Request(self._address, headers={"User-Agent": "conceptmoe-vl"})
@@ -169,10 +170,11 @@ class _Http:
             raise
 
     def _checked(self, response: Any, position: int) -> Any:
-        tag = response.headers.get("ETag")
-        if position and self._tag is not None and tag != self._tag:
-            raise StreamError(_CHANGED)
-        self._tag = tag
+        found = _identity(response)
+        for before, now in zip(self._same, found, strict=True):
+            if position and before and now and before != now:
+                raise StreamError(_CHANGED)
+        self._same = found
         if position and response.status == 206:
             start = response.headers.get("Content-Range", "").removeprefix("bytes ")
             if not start.startswith(f"{position}-"):
@@ -188,6 +190,15 @@ class _Http:
                 raise StreamError(_CHANGED)
             position -= len(skipped)
         return body
+
+
+def _identity(response: Any) -> tuple[str | None, str | None]:
+    """ETag or time of a file, and its bytes; None where the server does not say."""
+    headers = response.headers
+    size = headers.get("Content-Length")
+    if response.status == 206:
+        size = headers.get("Content-Range", "").rpartition("/")[2].replace("*", "")
+    return headers.get("ETag") or headers.get("Last-Modified"), size
 
 
 class _HttpBody:

@@ -140,6 +140,8 @@ class PackedStream:
         counts["samples"] += entry.piece == 0
         counts["tokens"] += len(document)
         counts["images"] += len(document.sample.images)
+        if entry.piece == 0 and document.over_length:
+            self.over_length[document.over_length] += 1
         self.documents += 1
 
     def _refill(self) -> None:
@@ -169,7 +171,6 @@ class PackedStream:
             self._count(result, epoch)
         elif result:
             self._skips_in_a_row = self._unused_in_a_row = 0
-            self.over_length.update({result[0].over_length} - {""})
             self._ready += [_ready(pick, piece, result) for piece in range(len(result))]
             return
         self._unused_in_a_row += 1

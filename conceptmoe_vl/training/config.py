@@ -226,7 +226,7 @@ class EvaluationSection:
         data: fields of the data section that differ for the held-out data (at least `shards`,
             `sources` or `split`); None: none.
         every: optimiser steps between two evaluations; 0 evaluates at the end of the run alone.
-        batches: packed batches of each process in one evaluation.
+        batches: most packed batches of each process in one evaluation.
     """
 
     data: dict | None = None

@@ -9,9 +9,9 @@ from typing import Any
 from conceptmoe_vl.errors import UserError
 
 from .config import TrainingConfig
-from .distributed import World, raise_together
+from .distributed import World, raise_together, share_from_main
 from .loggers import Loggers, require_loggers
-from .run_files import append_line
+from .run_files import append_line, read_lines
 
 
 class RunLog:
@@ -59,6 +59,11 @@ class RunLog:
             append_line(self._run_dir / "evaluation.jsonl", result)
         held_out = {key: value for key, value in result.items() if key != "step"}
         self._loggers.log(result["step"], {"step": result["step"], "held_out": held_out})
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether there is a line of this step in evaluation.jsonl. Collective."""
+        path = self._run_dir / "evaluation.jsonl"
+        return share_from_main(any(line["step"] == step for line in read_lines(path)))
 
     def rollback(self, step: int, to_step: int, losses: list[float], samples: int) -> None:
         """A line of rollbacks.jsonl: where the spike was, where the run went, what it skipped."""

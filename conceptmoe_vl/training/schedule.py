@@ -7,6 +7,7 @@ end after a number of steps, runs that end after a time, and runs that have both
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .config import TrainingConfig
 
@@ -38,3 +39,12 @@ def learning_rate_factor(config: TrainingConfig, progress: float) -> float:
         return 1 - (1 - floor) * (progress - start) / (1 - start)
     done = (progress - warmup) / max(1 - warmup, 1e-8)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def set_learning_rates(optimizer: Any, config: TrainingConfig, progress: float) -> dict[str, Any]:
+    """Sets every group's rate; returns that of most parts, and of those with their own."""
+    factor = learning_rate_factor(config, progress)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    own = {part: peak * factor for part, peak in config.part_learning_rates.items()}
+    return {"lr": config.learning_rate * factor, **({"lr_by_part": own} if own else {})}

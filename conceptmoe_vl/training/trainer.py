@@ -42,8 +42,10 @@ from .parameters import freeze_parts, recompute_layers, summarise_parts
 from .progress import Reporter
 from .run_files import drop_lines_after, set_seed
 from .run_log import RunLog
-from .schedule import learning_rate_factor, run_progress
+from .schedule import run_progress, set_learning_rates
 from .watch import RunWatch
+
+_NO_DATA = "the data gave no batch on any process; look at data.held_out, data.split and the shards"
 
 
 class Trainer:
@@ -53,13 +55,10 @@ class Trainer:
         model: `ConceptMoEVLForConditionalGeneration`, or a module that takes the same arguments.
         stream: iterator over packed batches of this rank, with `state_dict`, `load_state_dict`,
             `skipped`, `over_length` (counts by reason), `delivered` (by source) and `filler()`.
-        config: the `training` section.
-        run_dir: folder of the run.
+        config: the `training` section. run_dir: folder of the run.
         world: from `distributed.start`.
-        processor: saved with the exported model.
-        generation: generation settings of the exported model.
-        held_out: returns a fresh iterable of held-out batches; the same number of them on every
-            rank.
+        processor, generation: saved with the exported model; the latter are its settings.
+        held_out: returns a fresh iterable of held-out batches.
         evaluate_every: optimiser steps between two evaluations; 0: at the end of the run alone.
 
     Attributes:
@@ -144,7 +143,8 @@ class Trainer:
         supervised, used = self._count(batches)
         if not used:
             return None
-        rates, targets = self._set_learning_rates(), self._chunks.set(self.progress)
+        rates = set_learning_rates(self.engine.optimizer, self.config, self.progress)
+        targets = self._chunks.set(self.progress)
         is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
         logged = (
             is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
@@ -171,12 +171,9 @@ class Trainer:
         metrics = {**counters, **metrics}
         if logged:
             metrics |= statistics.reduce_details(self.stream)
-            metrics |= self._speed.take()
-            metrics |= {
-                "peak_memory": peak_memory_bytes(self.world.device),
-                "seconds": self.seconds,
-                "epoch": getattr(self.stream, "epoch", 0),
-            }
+            metrics |= {**self._speed.take(), "seconds": self.seconds}
+            metrics["peak_memory"] = peak_memory_bytes(self.world.device)
+            metrics["epoch"] = getattr(self.stream, "epoch", 0)
         warnings = self._watch.look(metrics, self.progress, statistics.relative_load)
         self._log.warn(self.step_number, warnings)
         if logged:
@@ -230,14 +227,6 @@ class Trainer:
             )
         return supervised, used
 
-    def _set_learning_rates(self) -> dict[str, Any]:
-        """Sets every group's rate; returns that of most parts, and of those with their own."""
-        factor = learning_rate_factor(self.config, self.progress)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-        own = {part: peak * factor for part, peak in self.config.part_learning_rates.items()}
-        return {"lr": self.config.learning_rate * factor, **({"lr_by_part": own} if own else {})}
-
     def train(self) -> dict[str, Any] | None:
         """Runs to the end of the run: steps, checkpoints, evaluations. Collective.
 
@@ -246,9 +235,13 @@ class Trainer:
         """
         last = None
         try:
+            if self._is_due(self._evaluate_every):
+                self._evaluate_once()
             while not self._is_finished():
                 metrics = self.step()
                 if metrics is None:
+                    if not self.step_number:
+                        raise UserError(_NO_DATA)
                     break
                 last = metrics
                 if self._spikes.look(metrics["lm_loss"]):
@@ -266,6 +259,8 @@ class Trainer:
             self.reporter.close()
         if last is not None:
             self._finish()
+        else:
+            self._evaluate_once()
         self._log.close()
         return last
 
@@ -287,8 +282,13 @@ class Trainer:
         total = sum_over_ranks([self.progress], self.world.device)[0]
         return total >= self.world.size
 
+    def _evaluate_once(self) -> None:
+        """The evaluation that a run killed behind its checkpoint has not come to."""
+        if self._held_out is not None and not self._log.has_evaluation(self.step_number):
+            self.evaluate()
+
     def _is_due(self, every: int) -> bool:
-        return every > 0 and self.step_number % every == 0
+        return every > 0 and self.step_number > 0 and self.step_number % every == 0
 
     def save_checkpoint(self) -> Path:
         """Writes checkpoints/step-N of the present step. Collective."""
@@ -371,15 +371,14 @@ class Trainer:
         """Loss and ratio on the held-out batches, without touching the training stream. Collective.
 
         Returns:
-            step, lm_loss (mean over supervised tokens of all ranks), ratio, ratio_image,
-            ratio_text.
+            step, lm_loss (mean over supervised tokens of all ranks), ratio, and ratio by modality.
         """
         if self._held_out is None:
             raise UserError("there is no held-out data: set evaluation.data")
-        result = {
-            "step": self.step_number,
-            **evaluate_held_out(self.engine, self._held_out(), self._image_token_id, self.world),
-        }
+        measured = evaluate_held_out(
+            self.engine, self._held_out, self.stream.filler, self._image_token_id, self.world
+        )
+        result = {"step": self.step_number, **measured}
         self._log.evaluation(result)
         self.reporter.say(f"held-out loss {result['lm_loss']:.4f} after step {self.step_number}")
         return result

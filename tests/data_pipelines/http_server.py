@@ -12,13 +12,14 @@ class Server:
 
     A plan is a list, used up from its front: a number of bytes after which the connection is
     closed, "stall" after the header, or a status as "503". `requests` notes (name, Range header).
+    Replies bear `headers_sent`.
     """
 
     def __init__(self, folder: Path, ranges: bool = True) -> None:
         self.plans: dict[str, list] = {}
         self.requests: list[tuple[str, str | None]] = []
         self.headers: list[dict[str, str]] = []
-        self.tag = '"1"'
+        self.headers_sent = {"ETag": '"1"'}
         released = self._released = threading.Event()
         server = self
 
@@ -37,7 +38,8 @@ class Server:
                 start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
                 self.send_response(206 if start else 200)
                 self.send_header("Content-Length", str(len(data) - start))
-                self.send_header("ETag", server.tag)
+                for header, value in server.headers_sent.items():
+                    self.send_header(header, value)
                 if start:
                     self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
                 self.end_headers()

@@ -160,9 +160,10 @@ def shards(tmp_path):
     return str(tmp_path)
 
 
-def stream_of(processor, shards, policy, **options):
+def stream_of(processor, shards, policy, rank=0, world_size=1, **options):
     values = {"tokens_per_batch": 30, "epochs": 1, "over_length": policy, "on_error": "raise"}
-    return build_stream(DataConfig(shards=shards, **{**values, **options}), processor)
+    config = DataConfig(shards=shards, **{**values, **options})
+    return build_stream(config, processor, rank, world_size)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,25 @@ def test_a_stream_resumes_between_the_pieces_of_a_document(processor, shards):
         assert second.over_length == Counter(split=1)
     with pytest.raises(UserError, match="split_at 30, this run has 0; set"):
         stream_of(processor, shards, "drop").load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("truncate", {"truncated": 2}), ("split", {"split": 1})]
+)
+def test_what_was_shortened_counts_once_at_any_chain_of_world_sizes(
+    processor, shards, policy, expected
+):
+    """What is at hand when the ranks change is encoded again."""
+    streams = [stream_of(processor, shards, policy)]
+    for world_size in (2, 3, 1):
+        next(streams[0], None)
+        states = [stream.state_dict() for stream in streams]
+        ranks = range(world_size)
+        streams = [stream_of(processor, shards, policy, rank, world_size) for rank in ranks]
+        for stream in streams:
+            stream.load_state_dict(states)
+    list(streams[0])
+    assert streams[0].over_length == Counter(expected)
 
 
 def test_document_bytes_count_pictures_and_tokens(processor, shards):

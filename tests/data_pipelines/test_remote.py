@@ -18,8 +18,7 @@ from data_pipelines import DataConfig, build_stream, iter_texts
 from data_pipelines.indexing import write_indexes
 from data_pipelines.opening import iter_source_texts
 from data_pipelines.remote import LaneOrder, RemoteShardError
-from data_pipelines.remote_opening import StreamError, file_name, shown
-from data_pipelines.remote_streams import Limits, RemoteFile
+from data_pipelines.remote_opening import file_name, shown
 from data_pipelines.shards import index_shards
 from data_pipelines.stream import SampleError
 from tests.data_pipelines.conftest import toy_shards
@@ -267,39 +266,6 @@ def test_a_connection_that_breaks_is_continued_where_it_broke(processor, folder,
     assert "closed early, at byte 3000" in caplog.text
     asked = [wanted for shard, wanted in server.requests if shard == name]
     assert asked[2] == "bytes=3000-"
-
-
-def test_a_server_that_always_closes_early_ends_the_run(folder, server):
-    name = first_shard(folder).name
-    server.plans[name] = [100, *[0] * 10]
-    size = first_shard(folder).stat().st_size
-    file = RemoteFile(f"{server.url}/{name}", size, Limits(20, retries=3, pause=0))
-    with pytest.raises(StreamError, match="closed early, at byte 100"):
-        file.read(size)
-    assert len(server.requests) == 1 + 3
-
-
-def test_what_stalls_ends_after_the_timeout(folder, server):
-    name = first_shard(folder).name
-    server.plans[name] = ["stall", "stall"]
-    stalled = RemoteFile(f"{server.url}/{name}", None, Limits(0.2, retries=1, pause=0))
-    with pytest.raises(StreamError):
-        stalled.read(1)
-    assert len(server.requests) == 2
-    command = RemoteFile("pipe:sleep 1000; echo a.tar", None, Limits(0.2, retries=5, pause=0))
-    with pytest.raises(StreamError, match="bytes came in"):
-        command.read(1)
-
-
-def test_a_file_that_changes_between_two_attempts_is_refused(folder, server):
-    name = first_shard(folder).name
-    size = first_shard(folder).stat().st_size
-    server.plans[name] = [3000]
-    file = RemoteFile(f"{server.url}/{name}", size, Limits(20, pause=0))
-    assert len(file.read(100)) == 100
-    server.tag = '"2"'
-    with pytest.raises(StreamError, match="changed on the server"):
-        file.read(size)
 
 
 SECRET = "geheim"

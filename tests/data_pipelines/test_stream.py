@@ -316,6 +316,8 @@ IMAGE = encoded_image(5)
         ([("k.img0.png", IMAGE)], "missing_field"),
         ([("k.json", b"{"), ("k.img0.png", IMAGE)], "bad_json"),
         ([("k.json", b"[]"), ("k.img0.png", IMAGE)], "bad_json"),
+        ([("k.json", GOOD.decode().encode("utf-16")), ("k.img0.png", IMAGE)], "bad_json"),
+        ([("k.json", GOOD.replace(b"q0", b"\xed\xa0\x80")), ("k.img0.png", IMAGE)], "bad_json"),
         ([("k.json", b"{}"), ("k.img0.png", IMAGE)], "missing_field"),
         ([("k.json", b'{"messages": []}')], "missing_field"),
         ([("k.json", GOOD)], "image_count"),

@@ -26,6 +26,8 @@ STAGES = (0, 1, 2, 3)
 RESUMED = (0, 3)  # the two ends; each costs three runs
 ENDS_FIRST = [[2, 0], [2, 1]]  # of step 3 rank 0 has nothing
 ONE_OF_FOUR = [[0, 1], [0, 2], [0, 3], *([1, number] for number in range(4))]
+# Held-out documents that there are not: rank 1 has one batch to rank 0's two, or none at all.
+UNEVEN = ([[1, 2], [1, 3]], [[0, 2], [0, 3], [1, 2], [1, 3]])
 TIMEOUT = 400  # seconds: only a hang takes so long
 
 _RESUMABLE = {"noise": "bernoulli", "accumulation": 2}
@@ -71,6 +73,10 @@ SPECS = [
         )
     ],
     {"name": "tied-3", "stage": 3, "tied": True, "steps": 2, "export": True, "evaluate": True},
+    *[
+        {"name": f"evaluated-{number}", "steps": 1, "evaluate": True, "held_out_missing": missing}
+        for number, missing in enumerate(UNEVEN)
+    ],
 ]
 
 
@@ -234,6 +240,16 @@ def test_tied_head_survives_zero_3(two):
     model = ConceptMoEVLForConditionalGeneration.from_pretrained(path)
     assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert rank_0["tied-3"]["evaluation"]["supervised_tokens"] > 0
+
+
+@pytest.mark.parametrize("number", range(len(UNEVEN)))
+def test_held_out_batches_need_not_be_equal_in_number(two, tmp_path, number):
+    _, ranks = two
+    spec = {"steps": 1, "evaluate": True, "held_out_missing": UNEVEN[number]}
+    world = World(0, 1, 0, torch.device("cpu"))
+    expected = run({"name": "reference", "engine": "torch", **spec}, tmp_path, world)["evaluation"]
+    for results in ranks:
+        assert results[f"evaluated-{number}"]["evaluation"] == pytest.approx(expected, rel=2e-5)
 
 
 def test_one_process_under_deepspeed_gives_plain_torch(tmp_path):

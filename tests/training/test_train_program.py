@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -20,6 +21,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import train
 from conceptmoe_vl.training import Trainer, World, load_run_config
 from conceptmoe_vl.training import distributed as processes
+from data_pipelines import DataConfig, build_stream
+from data_pipelines.sampling import is_held_out
+from tests.data_pipelines.conftest import make_processor
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 230)}
 
@@ -189,6 +193,34 @@ def test_named_sources_with_weights_and_a_held_out_split(config_file, tmp_path):
     assert len({line["supervised_tokens"] for line in evaluations}) == 1  # the same batches
     other = f"evaluation.data={{shards: {tmp_path / 'other-*.tar'}}}"
     assert program(config_file, other, f"run_dir={tmp_path / 'other'}") == 0
+
+
+def test_held_out_samples_count_once(config_file, tmp_path):
+    split = {"shards": str(tmp_path / "train-*.tar"), "held_out": 0.3, "split": "held_out"}
+    options = ("data.held_out=0.3", "evaluation.data.split=held_out", "evaluation.batches=99")
+    assert program(config_file, *options) == 0
+    processor = AutoProcessor.from_pretrained(tmp_path / "run" / "model")
+    batches = list(build_stream(DataConfig(**split, epochs=1), processor))
+    (line,) = (json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").open())
+    assert 0 < sum(len(batch.keys) for batch in batches) < 24
+    assert line["supervised_tokens"] == sum(batch.num_supervised for batch in batches)
+
+
+def test_every_rank_comes_to_the_held_out_samples_of_a_mixture(config_file, tmp_path):
+    """One sample of 24 is held out, at a place that in shards' order one of two ranks never has."""
+    keys = [f"s{number:04d}" for number in range(24)]
+    shares = (number / 1000 for number in range(1, 1000))
+    share = next(share for share in shares if any(is_held_out(key, share) for key in keys))
+    source = f"{{name: a, shards: {tmp_path / 'train-*.tar'}, weight: 1}}"
+    data = f"data={{sources: [{source}], held_out: {share}, tokens_per_batch: 128}}"
+    overrides = [data, "evaluation.data.split=held_out", "evaluation.batches=2"]
+    config = load_run_config(config_file, overrides)
+    for rank in range(2):
+        world = World(rank, 2, rank, torch.device("cpu"))
+        batches = train.held_out_batches(config, make_processor(), world)
+        found = [[batch.keys for batch in batches()] for _ in range(2)]
+        assert found[0] == found[1]
+        assert len(found[0]) == 2
 
 
 def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatch):

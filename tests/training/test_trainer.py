@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 
 import pytest
 import torch
@@ -170,6 +171,37 @@ def test_evaluation_does_not_disturb_training(trainer):
     assert result["lm_loss"] == pytest.approx(total / count, rel=1e-5)
     assert result["supervised_tokens"] == count
     assert [line["step"] for line in lines(evaluated.run_dir / "evaluation.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("every", "at"), [(2, 4), (2, 10), (0, 10)])
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(trainer, monkeypatch, every, at):
+    spec = {"evaluate_every": every, "checkpoint_every": 2}
+    straight = trainer("straight", **spec)
+    straight.train()
+    evaluate = Trainer.evaluate
+
+    def killed(run):
+        return evaluate(run) if run.step_number < at else sys.exit()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "evaluate", killed)
+        with pytest.raises(SystemExit):
+            trainer("killed", **spec).train()
+    for _ in range(2):  # the second one has nothing to do
+        resumed = trainer("killed", **spec)
+        assert resumed.resume()
+        resumed.train()
+    found, expected = (lines(run.run_dir / "evaluation.jsonl") for run in (resumed, straight))
+    assert found == expected
+    assert [line["step"] for line in found] == ([2, 4, 6, 8, 10] if every else [10])
+
+
+def test_data_without_a_batch_is_an_error(trainer):
+    with pytest.raises(UserError, match="the data gave no batch on any process; look at"):
+        trainer("training", stream_steps=0).train()
+    nothing = [[0, number] for number in range(4)]
+    with pytest.raises(UserError, match="the held-out data gave no batch on any process; add"):
+        trainer("evaluation", held_out_missing=nothing).evaluate()
 
 
 def test_training_ends_with_the_stream_and_exports_what_it_trained(trainer):

@@ -4,8 +4,8 @@
     python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.training.worker ...
 
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
-auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, checkpoint_every,
-run_dir, engine.
+auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, held_out_missing,
+checkpoint_every, evaluate_every, run_dir, engine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         config,
         run_dir,
         world,
-        held_out=lambda: iter(SyntheticStream(world.rank, world.size, steps=2)),
+        held_out=lambda: iter(
+            SyntheticStream(
+                *(world.rank, world.size), steps=2, missing=tuple(spec.get("held_out_missing", ()))
+            )
+        ),
+        evaluate_every=spec.get("evaluate_every", 0),
     )
 
 
