@@ -27,7 +27,12 @@ from typing import Any
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import RunConfig, Trainer, World, distributed, load_run_config
-from conceptmoe_vl.training.build import build_model, prepare_processor, require_same_model
+from conceptmoe_vl.training.build import (
+    begin_again,
+    build_model,
+    prepare_processor,
+    require_same_model,
+)
 from data_pipelines.config import DataConfig
 from data_pipelines.opening import iter_source_texts
 from data_pipelines.stream import PackedStream, build_stream
@@ -95,6 +100,8 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
         held_out=held_out_batches(config, processor, world),
         evaluate_every=config.evaluation.every,
     )
+    if begin_again(config, world):
+        trainer.reporter.say("this run ended before its first checkpoint; it starts anew")
     trainer.resume()
     if world.is_main:
         config.save(Path(config.run_dir) / "config.yaml")

@@ -15,8 +15,8 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor, train_tokenizer
 
 from .config import ModelSection, RunConfig
-from .distributed import World, raise_together
-from .run_files import checkpoints_in, replace_folder, set_seed
+from .distributed import World, raise_together, share_from_main, wait_for_all
+from .run_files import LINES, checkpoints_in, replace_folder, set_seed
 from .yaml_io import read_yaml
 
 _SECTIONS = ("text", "chunk", "vision")
@@ -160,6 +160,32 @@ def require_same_model(config: RunConfig) -> None:
                 f"{config.run_dir} holds a run whose model.{key} is {was}, now it is "
                 f"{now.get(key, 'absent')!r}; give another run_dir"
             )
+
+
+def begin_again(config: RunConfig, world: World) -> bool:
+    """Clears what a run left that was killed before its first checkpoint. Collective.
+
+    Only under `training.resume: auto`, with the very same configuration, and while no model was
+    exported: then the same command can start the run anew, as a scheduler that restarts it expects.
+
+    Returns:
+        Whether there was such a run.
+    """
+    folder = Path(config.run_dir)
+    saved = folder / "config.yaml"
+    unsaved = (
+        config.training.resume == "auto"
+        and saved.exists()
+        and not any((folder / "checkpoints").glob("*step-*"))  # nor a damaged one
+        and not (folder / "model").exists()
+        and read_yaml(saved) == config.to_dict()
+    )
+    unsaved = share_from_main(unsaved)
+    if unsaved and world.is_main:
+        for name in LINES:
+            (folder / name).unlink(missing_ok=True)
+    wait_for_all()
+    return unsaved
 
 
 def _flat(values: dict, prefix: str = "") -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 
 from conceptmoe_vl.errors import UserError
 
+LINES = ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl", "rollbacks.jsonl")
 _STEP = re.compile(r"step-(\d+)")
 FORMAT = 2
 

@@ -260,6 +260,29 @@ def test_mistakes_give_one_line_and_status_2(config_file, capsys, override, mess
     assert message in error
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(config_file, tmp_path, monkeypatch):
+    """Only by the same command: another configuration must not clear the lines of a run."""
+    step = Trainer.step
+
+    def killed_in_the_third(self):
+        if self.step_number == 2:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", killed_in_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            program(config_file)
+    first = metrics(tmp_path / "run")
+    assert [line["step"] for line in first] == [1, 2]
+    assert program(config_file, "training.learning_rate=1e-5") == 2
+    assert metrics(tmp_path / "run") == first
+    assert program(config_file) == 0
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["loss"] for line in lines[:2]] == [line["loss"] for line in first]
+
+
 def test_another_model_in_the_same_folder_is_refused(config_file, capsys):
     assert program(config_file) == 0
     assert program(config_file, "model.text.num_experts=8") == 2
