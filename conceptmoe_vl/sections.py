@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from conceptmoe_vl.field_checks import (
@@ -244,8 +245,9 @@ class ChunkConfig:
             for name in ("target_ratio", "image_target_ratio", "text_target_ratio"):
                 value = getattr(self, name)
                 require(
-                    value is None or value > 1,
-                    f"chunk.{name} is {value}; it must be above 1 unless chunk.router is none",
+                    value is None or 1 < value < math.inf,
+                    f"chunk.{name} is {value}; it must be a number above 1 unless chunk.router is "
+                    "none",
                 )
         require(self.tau >= 1, f"chunk.tau is {self.tau}; it must be at least 1")
         require(self.sigma >= 0, f"chunk.sigma is {self.sigma}; it must not be negative")
@@ -259,7 +261,7 @@ class ChunkConfig:
         shown = f"chunk.target_ratios is {ratios}"
         numbers = all(isinstance(r, (int, float)) and not isinstance(r, bool) for r in ratios)
         require(numbers and len(ratios) > 0, f"{shown}; give a list of numbers")
-        require(all(r >= 1 for r in ratios), f"{shown}; every ratio must be at least 1")
+        require(all(1 <= r < math.inf for r in ratios), f"{shown}; every ratio must be at least 1")
         require(len(set(ratios)) == len(ratios), f"{shown}; give each ratio once")
         require(
             self.target_ratio in ratios,

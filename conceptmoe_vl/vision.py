@@ -139,7 +139,13 @@ def build_tower(config: VisionConfig) -> nn.Module:
     # On the meta device a checkpoint follows that holds the tower: nothing is to be downloaded
     # then.
     pretrained = config.pretrained and torch.empty(0).device.type != "meta"
-    model = timm.create_model(config.model, pretrained=pretrained, **arguments)
+    try:
+        model = timm.create_model(config.model, pretrained=pretrained, **arguments)
+    except TypeError as error:  # an argument that its constructor does not know
+        raise ValueError(
+            f"vision.model '{config.model}' does not take these arguments: {error}; choose a ViT, "
+            "or mend vision.model_args"
+        ) from error
     if not hasattr(model, "blocks") or not hasattr(model, "forward_intermediates"):
         raise ValueError(
             f"vision.model '{config.model}' is no ViT: it has no blocks of transformer layers"

@@ -175,6 +175,11 @@ def convert(arguments: argparse.Namespace) -> int:
     )
     source, target = Path(arguments.source), Path(arguments.out)
     _refuse_existing(target)
+    if arguments.report:
+        from conceptmoe_vl.conversion.losslessness import check_request
+
+        texts = [Path(text) for text in arguments.report]
+        check_request(texts, arguments.ratios, arguments.tokens, arguments.window)
     conversion = plan_conversion(source, settings)
     with _progress(conversion.bytes, "converting") as advance:
         write_conversion(conversion, target, settings.max_shard_bytes, advance)

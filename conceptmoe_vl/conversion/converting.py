@@ -38,6 +38,11 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor
 from conceptmoe_vl.training.run_files import replace_folder
 
 REPORT = "conversion.json"
+GENERATION = "generation_config.json"
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "top_h"),
+    *("typical_p", "epsilon_cutoff", "eta_cutoff"),
+)
 _DTYPE_NAMES = {value: name for name, value in DTYPES.items()}
 
 
@@ -72,7 +77,8 @@ def plan_conversion(folder: Path, settings: ConversionSettings) -> Conversion:
         raise UserError(f"there is no folder '{folder}'; name the folder of a checkpoint")
     family, source = read_source(folder)
     checkpoint = Checkpoint(folder)
-    embedding = checkpoint.tensor(f"{family.prefix}.embed_tokens.weight")
+    shape = (source.vocab_size, source.hidden_size)
+    embedding = checkpoint.tensor(f"{family.prefix}.embed_tokens.weight", shape)
     fields = {**text_fields(folder, family, source), "vocab_size": embedding.shape[0]}
     text = text_section(settings, family, fields, source.num_hidden_layers)
     chunk, vision = chunk_section(settings), vision_section(settings)
@@ -96,19 +102,12 @@ def plan_conversion(folder: Path, settings: ConversionSettings) -> Conversion:
         scaffold = _scaffold(config, settings.seed)
     except UserError:
         raise
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: no weights from timm
         raise UserError(
             f"the options do not make a model: {' '.join(str(error).split())[:300]}"
         ) from error
-    mapping = Mapping(
-        checkpoint,
-        family,
-        text,
-        config.chunk,
-        vocabulary.new_rows,
-        vocabulary.known,
-        settings.seed,
-    )
+    rows = (vocabulary.new_rows, vocabulary.known)
+    mapping = Mapping(checkpoint, family, text, config.chunk, *rows, settings.seed)
     tensors = mapping.tensors() + _new_parts(scaffold, mapping.dtype)
     _check_whole(config, tensors)
     report = _report(folder, family, source, config, vocabulary)
@@ -180,15 +179,43 @@ def _generation(
     folder: Path, source: Any, vocabulary: Vocabulary, ids: dict[str, int]
 ) -> GenerationConfig:
     """The source's settings of generation, which also stop at the end mark of the template."""
-    found = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder) if found else GenerationConfig()
+    generation = read_generation(folder)
+    found = (folder / GENERATION).is_file()
     given = generation.eos_token_id if found else getattr(source, "eos_token_id", None)
     known = [given] if isinstance(given, int) else given or []
+    if not all(isinstance(index, int) for index in known):
+        raise UserError(f"'{folder}' has the eos_token_id {given!r}; give ids in {GENERATION}")
     # A configuration class's default may lie beyond a small vocabulary.
     known = [index for index in known if index < vocabulary.rows]
     generation.eos_token_id = end_ids(known, vocabulary.end_id)
     generation.pad_token_id = ids.get("pad_token_id")
     generation.bos_token_id = ids.get("bos_token_id")
+    return generation
+
+
+def read_generation(folder: Path) -> GenerationConfig:
+    """A folder's settings of generation, the defaults where it has none.
+
+    Many published ones set a temperature without `do_sample`. Transformers reads but does not write
+    such: what has no effect without sampling is left out.
+
+    Raises:
+        UserError: the file is damaged, or its settings contradict each other.
+    """
+    path = folder / GENERATION
+    if not path.is_file():
+        return GenerationConfig()
+    try:
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if generation.do_sample is not True:
+            for name in _SAMPLING:
+                if hasattr(generation, name):
+                    setattr(generation, name, None)
+        generation.validate(strict=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"'{path}' cannot be used: {' '.join(str(error).split())[:300]}; mend or remove it"
+        ) from error
     return generation
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from conceptmoe_vl.asking import check_model_folder
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
-from conceptmoe_vl.conversion.converting import written_beside
+from conceptmoe_vl.conversion.converting import read_generation, written_beside
 from conceptmoe_vl.conversion.reading import DTYPES, Checkpoint, StoredTensor
 from conceptmoe_vl.conversion.writing import Copied, NewTensor, write_weights
 from conceptmoe_vl.errors import UserError
@@ -63,9 +63,7 @@ def plan_export(folder: Path) -> Export:
     tensors = _tensors(checkpoint, config.text)
     exported = _config(config, checkpoint.tensor("embed_tokens.weight").dtype)
     _check_whole(exported, tensors)
-    found = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder) if found else GenerationConfig()
-    return Export(exported, generation, processor, tensors)
+    return Export(exported, read_generation(folder), processor, tensors)
 
 
 def _refuse_what_is_not_expressed(folder: Path, config: ConceptMoEVLConfig) -> None:

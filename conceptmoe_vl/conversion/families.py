@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from conceptmoe_vl.errors import UserError
@@ -133,15 +134,15 @@ def read_source(folder: Path) -> tuple[Family, Any]:
         kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"'{path}' is no readable JSON object: {error}") from error
-    if kind not in FAMILIES:
-        reason = _REFUSED.get(kind, "its layers are not known")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        reason = _REFUSED.get(str(kind), "its layers are not known")
         raise UserError(
             f"'{folder}' is a model of type {kind!r}, which cannot be converted: {reason}; "
             f"supported are {', '.join(FAMILIES)}"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"'{path}' is refused by transformers: {' '.join(str(error).split())[:300]}"
         ) from error

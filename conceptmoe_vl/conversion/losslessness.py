@@ -90,10 +90,7 @@ def compare(
         UserError: a folder holds no model, the texts cannot be read or are too short, or a number
             is out of range.
     """
-    if window < 2 or tokens < 2:
-        raise UserError(f"--tokens {tokens} and --window {window}: give 2 or more")
-    if not ratios or any(not 1 <= ratio < math.inf for ratio in ratios):
-        raise UserError(f"--ratios {list(ratios)}: give numbers of 1 or more")
+    check_request(texts, ratios, tokens, window)
     read_source(source)
     tokenizer = load_tokenizer(model)
     windows = _windows(tokenizer, texts, tokens, window)
@@ -117,6 +114,27 @@ def compare(
     )
 
 
+def check_request(texts: Sequence[Path], ratios: Sequence[float], tokens: int, window: int) -> None:
+    """Refuses what `compare` cannot do, before a model is loaded or written.
+
+    Raises:
+        UserError: a text cannot be read, or a number is out of range.
+    """
+    if window < 2 or tokens < 2:
+        raise UserError(f"--tokens {tokens} and --window {window}: give 2 or more")
+    if not ratios or any(not 1 <= ratio < math.inf for ratio in ratios):
+        raise UserError(f"--ratios {list(ratios)}: give numbers of 1 or more")
+    for path in texts:
+        _read_text(path)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
+
+
 def _differences(model: Any, windows: list[Tensor], kept: list[Tensor]) -> dict[str, Any]:
     """Fields of `Losslessness` that compare logits; one window's at a time is in memory.
 
@@ -127,7 +145,8 @@ def _differences(model: Any, windows: list[Tensor], kept: list[Tensor]) -> dict[
     for theirs, ids in zip(kept, windows, strict=False):
         ours = model(input_ids=ids[None]).logits[0, :, : theirs.shape[1]]
         apart = (ours - theirs).abs()
-        largest = max(largest, apart.max().item())
+        # unlike max() of numbers, it keeps what is not one
+        largest = torch.maximum(torch.tensor(largest), apart.max()).item()
         total += apart.sum(dtype=torch.float64).item()
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         compared, entries = compared + len(ids), entries + theirs.numel()
@@ -145,12 +164,8 @@ def _windows(tokenizer: Any, texts: Sequence[Path], tokens: int, window: int) ->
     windows: list[Tensor] = []
     left = tokens
     for path in texts:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
         # What is typed in a text stays text, and a long text is read no further than it is used.
-        text = text[: 16 * left]
+        text = _read_text(path)[: 16 * left]
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         step = window - len(before)
         for start in range(0, min(len(ids), left), max(step, 1)):

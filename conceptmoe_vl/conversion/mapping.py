@@ -13,7 +13,7 @@ the router picks one of each slice, and no longer after the number of experts pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
@@ -83,11 +83,25 @@ class Mapping:
                     new += self._joint(f"language_model.decoder.layers.{index}.self_attn.joint")
         new.append(self._same("language_model.norm.weight", f"{prefix}.norm.weight", (d,)))
         if self.text.tie_word_embeddings:
-            self._used.add("lm_head.weight")  # some files hold it all the same
+            self._refuse_another_head()
         else:
             new.append(self._vocabulary("lm_head.weight", "lm_head.weight"))
         self._refuse_leftovers()
         return new
+
+    def _refuse_another_head(self) -> None:
+        """Some files hold a tied head all the same; transformers takes it if it differs."""
+        head, embedding = "lm_head.weight", f"{self.family.prefix}.embed_tokens.weight"
+        if head not in self.source:
+            return
+        rows = self.source.tensor(embedding).shape[0]
+        theirs = self._take(head, (rows, self.text.hidden_size))
+        if not same_rows(self.source.tensor(embedding), theirs):
+            raise UserError(
+                f"'{self.source.folder}' ties the head to the embedding (tie_word_embeddings), but "
+                f"holds another {head}; set tie_word_embeddings to false if that head is meant, "
+                "or remove it"
+            )
 
     def _refuse_leftovers(self) -> None:
         left = [
@@ -121,9 +135,8 @@ class Mapping:
 
     def _vocabulary(self, target: str, name: str) -> NewTensor:
         """Embedding or head with its new rows at the mean of the known ones."""
-        stored = self.source.tensor(name)
-        rows = stored.shape[0] if stored.shape else 0
-        self._take(name, (rows, self.text.hidden_size))
+        rows = self.source.tensor(f"{self.family.prefix}.embed_tokens.weight").shape[0]
+        stored = self._take(name, (rows, self.text.hidden_size))
         mean = Computed(cache(partial(mean_row, stored, self.known_rows)), stored.row_bytes)
         pieces: list[Copied | Computed] = []
         start = 0
@@ -274,10 +287,20 @@ class Mapping:
 def mean_row(stored: StoredTensor, rows: int) -> torch.Tensor:
     """`[1, D]` mean of the first rows of an embedding, in its dtype; read in parts."""
     total = torch.zeros(stored.shape[1], dtype=torch.float64)
+    for start, stop in _parts(stored, rows):
+        total += stored.rows(start, stop).double().sum(0)
+    return (total / rows).to(DTYPES[stored.dtype]).unsqueeze(0)
+
+
+def same_rows(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two matrices of one shape hold the same values; read in parts."""
+    return all(torch.equal(a.rows(*part), b.rows(*part)) for part in _parts(a, a.shape[0]))
+
+
+def _parts(stored: StoredTensor, rows: int) -> Iterator[tuple[int, int]]:
     step = max((16 << 20) // stored.row_bytes, 1)
     for start in range(0, rows, step):
-        total += stored.rows(start, min(start + step, rows)).double().sum(0)
-    return (total / rows).to(DTYPES[stored.dtype]).unsqueeze(0)
+        yield start, min(start + step, rows)
 
 
 def _turned_expert(stored: StoredTensor, expert: int) -> torch.Tensor:

@@ -83,9 +83,9 @@ class Checkpoint:
     def _weight_map(self) -> dict[str, Path]:
         """File of every tensor by the index; empty for a single file."""
         index = self.folder / INDEX
+        if (self.folder / SINGLE).is_file():  # which transformers reads first, too
+            return {}
         if not index.is_file():
-            if (self.folder / SINGLE).is_file():
-                return {}
             others = sorted(p.name for kind in _OTHER_WEIGHTS for p in self.folder.glob(kind))
             raise UserError(
                 f"'{self.folder}' holds no {SINGLE} and no {INDEX}"
@@ -97,11 +97,17 @@ class Checkpoint:
             )
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = [f for f in names.values() if Path(f).is_absolute() or ".." in Path(f).parts]
             files = {name: self.folder / file for name, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"'{index}' is no index of shards ({error}); fetch the checkpoint again"
             ) from error
+        if outside:  # by name: in a hub's cache the files are links that lead elsewhere
+            raise UserError(
+                f"'{index}' names '{outside[0]}', which is not in its folder; fetch the checkpoint "
+                "again"
+            )
         for path in sorted(set(files.values())):
             if not path.is_file():
                 raise UserError(

@@ -23,6 +23,7 @@ _PLANNED = (
     *("concept_num_experts_per_tok", "balance_loss_weight", "router_z_loss_weight"),
 )
 _PLANNED_UPCYCLED = ("num_experts", "num_experts_per_tok", "concept_num_experts")
+LARGEST_SEED = 2**32 - 1
 UPCYCLED_EXPERTS, UPCYCLED_CHOSEN = 8, 2  # sparse upcycling's usual
 
 
@@ -38,7 +39,7 @@ class ConversionSettings:
         experts, experts_per_token: of upcycled dense models (default 8 and 2).
         plan: sections `text`, `chunk` and `vision` of a plan.
         vision: a timm name. image_size: pixels. vision_pretrained: load timm's weights.
-        seed: of new weights that are random.
+        seed: of new weights that are random, 0 to 2^32 - 1.
         max_shard_bytes: of one file of weights.
         tokenizer: a folder with another tokenizer than the source's.
     """
@@ -59,6 +60,10 @@ class ConversionSettings:
     seed: int = 0
     max_shard_bytes: int = 5 * 10**9
     tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UserError(f"--seed is {self.seed}; give a number of 0 to {LARGEST_SEED}")
 
 
 def read_plan(path: Path) -> dict[str, Any]:

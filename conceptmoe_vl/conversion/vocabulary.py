@@ -67,15 +67,16 @@ def extend_vocabulary(tokenizer: Any, rows: int, where: Path) -> Vocabulary:
     Raises:
         UserError: the embedding has fewer rows than the tokenizer has tokens.
     """
-    known = len(tokenizer)
-    if rows < known:
+    before = tokenizer.get_vocab()
+    known, largest = len(tokenizer), max(before.values(), default=-1)
+    if rows < known or rows <= largest:
         raise UserError(
-            f"the tokenizer has {known} tokens, but the embedding in '{where}' has {rows} rows; "
-            "they do not belong together: name the right one with --tokenizer"
+            f"the tokenizer has {known} tokens with ids up to {largest}, but the embedding in "
+            f"'{where}' has {rows} rows; they do not belong together: name the right one with "
+            "--tokenizer"
         )
-    before = set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
-    added = sorted(set(tokenizer.get_vocab()) - before, key=tokenizer.convert_tokens_to_ids)
+    added = sorted(set(tokenizer.get_vocab()) - before.keys(), key=tokenizer.convert_tokens_to_ids)
     needed = max(rows, max(tokenizer.get_vocab().values()) + 1)
     if needed > rows and rows % _MULTIPLE == 0:
         needed = -(-needed // _MULTIPLE) * _MULTIPLE
@@ -103,7 +104,7 @@ def _fitting_template(tokenizer: Any) -> tuple[str, str]:
         return CHAT_TEMPLATE, "the source has none"
     try:
         _end_of_answer(tokenizer, own)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         return CHAT_TEMPLATE, " ".join(str(error).split())
     return own, ""
 

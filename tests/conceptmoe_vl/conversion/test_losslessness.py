@@ -67,6 +67,18 @@ def test_a_difference_is_found(pair, tmp_path):
     assert report.largest_difference > 1e-3
 
 
+def test_what_is_no_number_is_a_difference(pair, tmp_path):
+    _, folder, out, text = pair
+    model, processor = load_pretrained(out, "cpu")
+    with torch.no_grad():
+        model.language_model.norm.weight[0] = math.nan
+    model.save_pretrained(tmp_path / "spoilt")
+    processor.save_pretrained(tmp_path / "spoilt")
+    report = compare(folder, tmp_path / "spoilt", [text], ratios=(1.0,), tokens=60, window=30)
+    assert math.isnan(report.largest_difference)
+    assert not report.is_lossless
+
+
 def test_a_ratio_out_of_reach(tmp_path, pair, capsys):
     """Every document's first token is a boundary: two-token documents allow no more than 2."""
     _, folder, out, text = pair

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from conceptmoe_vl.asking import answer_conversations, load_pretrained, question_messages
 from conceptmoe_vl.conversion.converting import convert
+from conceptmoe_vl.conversion.exporting import plan_export, write_export
 from conceptmoe_vl.conversion.settings import ConversionSettings
 from conceptmoe_vl.conversion.vocabulary import end_ids, extend_vocabulary
 from conceptmoe_vl.prompts import CHAT_TEMPLATE, MessageError
@@ -98,8 +99,9 @@ def test_a_template_that_refuses_system_turns_says_so_in_one_line(tmp_path):
         ("{{ messages[0]['content'] }}", "it must write each once"),
         ("{%- for m in messages -%}{{ m['content'] + 1 }}{%- endfor -%}", "str"),
         ("{% for %}", "expected"),
+        ("{{ 1 / 0 }}", "division by zero"),
     ],
-    ids=["none", "no_end_mark", "first_turn_only", "fault", "syntax"],
+    ids=["none", "no_end_mark", "first_turn_only", "fault", "syntax", "division"],
 )
 def test_a_template_that_does_not_fit_is_replaced(template, note, tmp_path):
     _, _, out = converted(tmp_path, template=template)
@@ -127,6 +129,21 @@ def test_generation_settings_are_the_sources(tmp_path):
     generation = load_pretrained(tmp_path / "out", "cpu")[0].generation_config
     assert (generation.temperature, generation.top_k, generation.do_sample) == (0.5, 7, True)
     assert generation.eos_token_id == [2, 9, 1]
+
+
+def test_a_temperature_without_sampling(tmp_path):
+    """Published settings have it, and transformers does not write it."""
+    folder = save_source(make_source("Qwen3Moe"), tmp_path / "source")
+    settings = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    convert(folder, tmp_path / "out", ConversionSettings(router="none"))
+    model, _ = load_pretrained(tmp_path / "out", "cpu")
+    assert model.generation_config.max_new_tokens == 7
+    assert not model.generation_config.do_sample
+    model.save_pretrained(tmp_path / "again")
+    (tmp_path / "out" / "generation_config.json").write_text(json.dumps(settings))
+    write_export(plan_export(tmp_path / "out"), tmp_path / "back", 10**9)
+    assert GenerationConfig.from_pretrained(tmp_path / "back").max_new_tokens == 7
 
 
 def test_an_attached_tower_answers_about_a_picture(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 
@@ -72,6 +73,11 @@ FAMILIES = [
     ({"num_attention_heads": 2}, "has the shape [48, 32], but config.json gives [24, 32]"),
     ({"moe_intermediate_size": 8}, "gate_proj.weight"),
     ({"num_local_experts": 7}, "has the shape [6, 32], but config.json gives [7, 32]"),
+    ({"vocab_size": 999}, "has the shape [320, 32], but config.json gives [999, 32]"),
+    ({"hidden_size": "32"}, "refused by transformers: Validation error for field 'hidden_size'"),
+    ({"head_dim": 13}, "is refused by transformers"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "is refused by transformers"),
+    ({"model_type": ["qwen3_moe"]}, "type ['qwen3_moe'], which cannot be converted"),
 ]
 
 
@@ -120,6 +126,35 @@ def test_an_index_that_lies(source, tmp_path):
     assert "is no index of shards" in refused(source, tmp_path)
 
 
+@pytest.mark.parametrize("where", ["../", "{folder}/", "a/../../"])
+def test_an_index_that_leaves_its_folder(where, source, tmp_path):
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = index["weight_map"]["model.norm.weight"]
+    shutil.copy(source / name, tmp_path)
+    index["weight_map"]["model.norm.weight"] = where.format(folder=tmp_path) + name
+    path.write_text(json.dumps(index))
+    assert "which is not in its folder" in refused(source, tmp_path)
+
+
+def test_the_links_of_a_hubs_cache(made, tmp_path):
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    blobs = shutil.copytree(made["moe"], tmp_path / "blobs")
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    convert(snapshot, tmp_path / "linked")
+    convert(made["moe"], tmp_path / "plain")
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("linked", "plain"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_one_file_goes_before_an_index(source, tmp_path):
+    """As in transformers."""
+    save_file({"model.embed_tokens.weight": torch.ones(320, 32)}, source / "model.safetensors")
+    assert "holds no tensor model.layers.0" in refused(source, tmp_path)
+
+
 def test_other_weights_than_safetensors(source, tmp_path):
     for path in source.glob("*.safetensors*"):
         path.unlink()
@@ -145,6 +180,10 @@ def test_tensors_of_another_shape_dtype_or_name(made, tmp_path):
         "are of BF16 and F32; they must share one dtype": {
             "model.layers.0.mlp.gate_proj.weight": torch.ones(24, 32, dtype=torch.bfloat16)
         },
+        "embed_tokens.weight in": {"model.embed_tokens.weight": torch.tensor(1.0)},
+        "ties the head to the embedding (tie_word_embeddings), but holds another lm_head": {
+            "lm_head.weight": torch.ones(320, 32)
+        },
     }
     for message, tensors in spoilt.items():
         save_file({**weights, **tensors}, path, {"format": "pt"})
@@ -155,7 +194,7 @@ def test_a_head_and_buffers_that_tied_files_hold_all_the_same(made, tmp_path):
     folder = shutil.copytree(made["dense"], tmp_path / "source")
     path = folder / "model.safetensors"
     extra = {
-        "lm_head.weight": torch.ones(320, 32),
+        "lm_head.weight": load_file(path)["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
     save_file({**load_file(path), **extra}, path, {"format": "pt"})
@@ -163,9 +202,33 @@ def test_a_head_and_buffers_that_tied_files_hold_all_the_same(made, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path):
-    small = save_source(make_source("Llama", vocab_size=290), tmp_path / "source")
-    assert "the tokenizer has 300 tokens, but the embedding in" in refused(small, tmp_path)
+@pytest.mark.parametrize("rows", [310, 640])
+def test_a_head_of_other_rows_than_the_embedding(rows, tmp_path):
+    folder = save_source(make_source("Qwen3Moe"), tmp_path / "source")
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "lm_head.weight": torch.ones(rows, 32)}, path, {"format": "pt"})
+    assert f"lm_head.weight in '{path}' has the shape [{rows}, 32]" in refused(folder, tmp_path)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(source, tmp_path):
+    small = save_source(make_source("Llama", vocab_size=290), tmp_path / "small")
+    line = refused(small, tmp_path)
+    assert "the tokenizer has 300 tokens with ids up to 299, but the embedding in" in line
+    path = source / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    last = max(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])[0]
+    tokenizer["model"]["vocab"][last] = 400
+    path.write_text(json.dumps(tokenizer))
+    assert "300 tokens with ids up to 400, but" in refused(source, tmp_path)
+
+
+GENERATION = ["{", "[]", '{"eos_token_id": ["</s>"]}', '{"eos_token_id": [1, null]}']
+
+
+@pytest.mark.parametrize("text", GENERATION)
+def test_damaged_settings_of_generation(text, source, tmp_path):
+    (source / "generation_config.json").write_text(text)
+    assert "generation_config.json" in refused(source, tmp_path)
 
 
 def test_no_tokenizer(source, tmp_path):
@@ -183,7 +246,11 @@ OPTIONS = [
     ({"ratio": 0.5}, "chunk.target_ratio is 0.5"),
     ({"experts": 4}, "are for dense models"),
     ({"image_size": 64}, "need --vision"),
+    ({"ratio": math.inf}, "chunk.target_ratio is inf"),
     ({"vision": "no_such_model"}, "is no timm model"),
+    ({"vision": "resnet18"}, "vision.model 'resnet18' does not take these arguments"),
+    ({"seed": 2**62}, "--seed is 4611686018427387904; give a number of 0 to"),
+    ({"seed": -1}, "--seed is -1"),
     ({"plan": {"text": {"concept_hidden_size": 48}}}, "the plan says text.concept_hidden_size 48"),
     ({"plan": {"text": {"hidden_size": 64}}}, "says text.hidden_size 64, but this source has 32"),
     ({"plan": {"text": {"concept_num_experts": 9}}}, "the plan says text.concept_num_experts 9"),
@@ -309,3 +376,24 @@ def test_a_plan_that_is_none(made, tmp_path, capsys):
     status, _, err = run(*words, tmp_path / "absent.yaml", capsys=capsys)
     assert status == 2
     assert "absent.yaml" in err
+
+
+@pytest.mark.parametrize("words", [["absent.txt"], ["config.json", "--ratios", "0.5"]], ids=str)
+def test_a_report_that_cannot_be_is_refused_before_the_conversion(
+    words, made, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(made["moe"])
+    status, _, err = run(
+        "convert", made["moe"], tmp_path / "out", "--report", *words, capsys=capsys
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tower_whose_weights_cannot_be_fetched(made, tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no connection")
+
+    monkeypatch.setattr("timm.create_model", offline)
+    settings = {"vision": "test_vit", "image_size": 32, "vision_pretrained": True}
+    assert "no connection" in refused(made["moe"], tmp_path, **settings)
