@@ -162,8 +162,9 @@ def _near(
         (low + (wanted * (1 + side) - first) / (last - first) * (high - low)) / step
         for side in (-limit, limit)
     ]
-    places = range(math.floor(min(bounds)), math.ceil(max(bounds)) + 1)
-    return sorted({min(max(place * step, low), high) for place in places})
+    # Held to the span first: where the measure hardly changes, the bounds are far apart.
+    least, most = (min(max(bound, low / step), high / step) for bound in sorted(bounds))
+    return [place * step for place in range(math.floor(least), math.ceil(most) + 1)]
 
 
 def loop_spans(layers: int, extra: int) -> list[list[int]]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from typing import Any
 
 from conceptmoe_vl.configuration import ChunkConfig, ConceptMoEVLConfig
@@ -45,6 +44,7 @@ _CONCEPT_FIELDS: dict[str, Any] = {
 # What a plan decides.
 PLANNED_FIELDS = ("encoder_layers", "concept_layers", "decoder_layers", *_CONCEPT_FIELDS)
 _JOINT_LAYERS = 4  # the paper's
+_LARGEST_RATIO = 100  # the search grows with it: at 1e9 it took all memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +198,11 @@ def plan(
 def _check_options(
     ratio: float, strategy: str, purpose: str, loops: int | None, width: int | None
 ) -> None:
-    if not ratio > 1 or math.isinf(ratio):
-        raise UserError(f"the ratio is {ratio:g}; give the tokens per concept, above 1")
+    if not 1 < ratio <= _LARGEST_RATIO:
+        raise UserError(
+            f"the ratio is {ratio:g}; give the tokens per concept, above 1, at most "
+            f"{_LARGEST_RATIO}"
+        )
     for name, value, choices in (
         ("purpose", purpose, list(PURPOSES)),
         ("strategy", strategy, ["auto", *PURPOSES["scratch"]]),

@@ -284,6 +284,7 @@ def test_remedies_are_tried(strategy):
     [
         ({"ratio": 1}, "the ratio is 1; give"),
         ({"ratio": float("nan")}, "the ratio is nan"),
+        ({"ratio": 1e9}, "the ratio is 1e.09; give the tokens per concept, above 1, at most 100"),
         ({"strategy": "width", "purpose": "conversion"}, "choose experts or loops"),
         ({"strategy": "wider"}, "the strategy is 'wider'; choose one of"),
         ({"purpose": "fun"}, "the purpose is 'fun'"),
