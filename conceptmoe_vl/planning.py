@@ -44,6 +44,7 @@ _CONCEPT_FIELDS: dict[str, Any] = {
 # What a plan decides.
 PLANNED_FIELDS = ("encoder_layers", "concept_layers", "decoder_layers", *_CONCEPT_FIELDS)
 _JOINT_LAYERS = 4  # the paper's
+_MOST_LOOPS = 10_000
 _LARGEST_RATIO = 100  # the search grows with it: at 1e9 it took all memory
 
 
@@ -217,8 +218,10 @@ def _check_options(
     for own, given in (("loops", loops), ("width", width)):
         if given is not None and strategy != own:
             raise UserError(f"--{own} belongs to strategy {own}; give --strategy {own} with it")
-    if loops is not None and loops < 1:
-        raise UserError(f"--loops is {loops}; give the extra passes of concept layers, 1 or more")
+    if loops is not None and not 1 <= loops <= _MOST_LOOPS:
+        raise UserError(
+            f"--loops is {loops}; give the extra passes of concept layers, 1 to {_MOST_LOOPS}"
+        )
 
 
 def _choose(task: Task, strategies: tuple[str, ...], purpose: str) -> Plan:

@@ -104,5 +104,9 @@ def write_yaml(path: str | Path, values: dict) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.tmp")
-    beside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    beside.replace(target)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -291,6 +291,7 @@ def test_remedies_are_tried(strategy):
         ({"loops": 2}, "--loops belongs to strategy loops"),
         ({"strategy": "loops", "width": 64}, "--width belongs to strategy width"),
         ({"strategy": "loops", "loops": 0}, "--loops is 0"),
+        ({"strategy": "loops", "loops": 10**9}, "--loops is 1000000000"),
         ({"strategy": "width", "width": 32}, "--width is 32; give a multiple of 8 above"),
         ({"strategy": "width", "width": 60}, "--width is 60"),
         ({"encoder_layers": 2, "decoder_layers": 1}, "of 3 layers 2 are the encoder's"),

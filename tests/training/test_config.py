@@ -10,7 +10,7 @@ import yaml
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training.config import TrainingConfig, apply_overrides, load_run_config
 from conceptmoe_vl.training.engine import deepspeed_config, read_deepspeed_config, zero_stage
-from conceptmoe_vl.training.yaml_io import parse_yaml
+from conceptmoe_vl.training.yaml_io import parse_yaml, write_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"run_dir": "r", "model": {}, "data": {"shards": "x"}, "training": {"max_steps": 5}}
@@ -100,6 +100,13 @@ def test_a_file_extends_another(tmp_path):
 def test_mistakes_in_extending(path, text, message):
     with pytest.raises(UserError, match=message):
         load_run_config(path(text))
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_yaml(tmp_path / "taken", {"a": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "3E-4", "+3e-4"])
