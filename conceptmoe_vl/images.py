@@ -22,7 +22,7 @@ from typing import Any
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.errors import DataFaultError
 from conceptmoe_vl.image_modes import MODE_ERRORS, flat_rgb
 
 MAX_PIXELS = 64_000_000
@@ -56,21 +56,13 @@ _TRANSPOSE = {
 }
 
 
-class ImageError(UserError):
+class ImageError(DataFaultError):
     """An image that cannot be used.
 
     Attributes:
         reason: missing | empty | not_an_image | truncated | damaged | too_large | unsupported.
         field: the record's field or member that names the image, where there is one.
     """
-
-    def __init__(self, reason: str, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.field = field
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self), self.field)
 
 
 def decode_image(

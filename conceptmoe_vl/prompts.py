@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.errors import DataFaultError
 from conceptmoe_vl.tokenizing import IMAGE, IMAGE_END, IMAGE_START
 
 IGNORED = -100  # label of a token that is not supervised
@@ -45,21 +45,13 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 _ROLES = ("system", "user", "assistant")
 
 
-class MessageError(UserError):
+class MessageError(DataFaultError):
     """Messages that are no conversation.
 
     Attributes:
         reason: bad_role | bad_order | bad_content | missing_field.
         field: where in the messages, `[2].role`; empty: the messages as a whole.
     """
-
-    def __init__(self, reason: str, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.field = field
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self), self.field)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import json
 import re
 from typing import Any
 
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.errors import DataFaultError
 from conceptmoe_vl.prompts import MessageError, Picture, Turn, read_messages
 
 IMAGE_MEMBER = re.compile(r"img([0-9]+)\.(?:jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", re.I)
 
 
-class RecordError(UserError):
+class RecordError(DataFaultError):
     """A record that cannot be used.
 
     Attributes:
@@ -24,14 +24,6 @@ class RecordError(UserError):
             layout also outside_folder.
         field: the field or member at fault, `messages[2].role`; empty: the record as a whole.
     """
-
-    def __init__(self, reason: str, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.field = field
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.reason, str(self), self.field)
 
 
 @dataclasses.dataclass(frozen=True)
