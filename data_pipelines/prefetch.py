@@ -6,13 +6,16 @@ speed, and a position is a place in that sequence.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
+import queue
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from data_pipelines.sampling import Place
 Encoded = tuple[Document, ...] | Skipped
 
 _SAMPLES_PER_MESSAGE = 16
+_MESSAGES_RECEIVED = 2  # that wait in the training process
+_ENDING_TRIALS, _ENDING_SECONDS = 1000, 0.01  # a reader of remote shards may take minutes
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -43,9 +48,52 @@ def encoded_in_order(
         collate_fn=_to_arrays,
         worker_init_fn=functools.partial(_end_with, os.getpid()),
     )
-    for message in loader:
-        for result in message:
-            yield _with_pixels(result, torch.from_numpy)
+    # Workers are forked here and not by the thread: they end with what forked them.
+    with contextlib.closing(_received(iter(loader))) as messages:
+        del loader
+        for message in messages:
+            for result in message:
+                yield _with_pixels(result, torch.from_numpy)
+
+
+def _received(messages: Iterator[Any]) -> Generator[Any, None, None]:
+    """The messages of workers, received by a thread while this one computes.
+
+    A message of pictures is far larger than a pipe: without the thread its worker would stand still
+    until the next batch is asked for, and that batch would wait for the rest.
+    """
+    received: queue.Queue[tuple[Any, Exception | None]] = queue.Queue(_MESSAGES_RECEIVED)
+    ended = threading.Event()
+    thread = threading.Thread(target=_receive, args=(messages, received, ended), daemon=True)
+    thread.start()
+    del messages  # the thread's alone: the workers end with it
+    try:
+        while True:
+            message, error = received.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield message
+    finally:
+        ended.set()
+        for _ in range(_ENDING_TRIALS):  # it ends behind the message that it waits for
+            with contextlib.suppress(queue.Empty):
+                received.get_nowait()
+            thread.join(_ENDING_SECONDS)
+            if not thread.is_alive():
+                break
+
+
+def _receive(messages: Iterator[Any], received: queue.Queue, ended: threading.Event) -> None:
+    while not ended.is_set():
+        try:
+            entry: tuple[Any, Exception | None] = (next(messages), None)
+        except Exception as error:  # raised again where the message is asked for
+            entry = (None, error)
+        received.put(entry)
+        if entry[1] is not None:
+            return
 
 
 def _end_with(parent: int, worker: int) -> None:
