@@ -85,6 +85,32 @@ def without_pictures(turns: list[Turn]) -> list[Turn]:
     ]
 
 
+Encoded = tuple[Document, ...] | Skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A sample whose record and files have been read.
+
+    Fields:
+        found: its shard, key and name. files: encoded pictures by member.
+    """
+
+    found: Any
+    turns: list[Turn]
+    files: dict[str, bytes]
+    rng: _Random
+    source: str
+
+
+def _where(found: Any) -> str:
+    return f"shard '{found.shard}', key '{found.key}'"
+
+
+def _damaged(found: Any, error: RecordError | ImageError) -> Skipped:
+    return Skipped(error.reason, f"{_where(found)}: {error}", fault=True)
+
+
 class SampleEncoder:
     """Reads, decodes, augments and tokenises samples.
 
@@ -106,32 +132,52 @@ class SampleEncoder:
         self.processor = processor
         self._reader = ShardReader()
 
-    def encode(self, place: Place) -> tuple[Document, ...] | Skipped:
+    def encode(self, place: Place) -> Encoded:
         """The sample at this place, as its epoch sees it.
 
         Returns:
             One document, or the pieces of a split one; each of at most `tokens_per_batch` tokens.
             None of them where the sample is of the other split.
         """
+        return self._finished(self._begun(place))
+
+    def encode_all(self, places: Sequence[Place]) -> list[Encoded]:
+        """The samples at these places: all records are read before the first picture is decoded.
+
+        A decoded picture empties the processor's caches, and reading a record behind it takes twice
+        its time.
+        """
+        return [self._finished(begun) for begun in [self._begun(place) for place in places]]
+
+    def _begun(self, place: Place) -> _Begun | Encoded:
         found, reader = self._find(place)
         config = self.config
         held_out = config.held_out > 0 and is_held_out(found.key, config.held_out)
         is_lost = place.raw is not None and place.raw.reason  # its key is not known
         if held_out != (config.split == "held_out") and not is_lost:
             return ()
-        where = f"shard '{found.shard}', key '{found.key}'"
         try:
             conversation = read_sample(reader, found)
             rng = _Random(config.seed, place)
             turns = self._choose_questions(conversation, rng)
+            files = {name: reader.read(found, name) for name in conversation.image_members}
+        except RecordError as error:
+            return _damaged(found, error)
+        source = self.names[place.source].get(found.shard, conversation.source)
+        return _Begun(found, turns, files, rng, source)
+
+    def _finished(self, begun: _Begun | Encoded) -> Encoded:
+        if not isinstance(begun, _Begun):
+            return begun
+        found, turns = begun.found, begun.turns
+        try:
             filled = with_pictures(
-                turns, lambda member: self._pixels(reader.read(found, member), member, rng)
+                turns, lambda member: self._pixels(begun.files[member], member, begun.rng)
             )
             sample = self.processor.encode_turns(filled)
         except (RecordError, ImageError) as error:
-            return Skipped(error.reason, f"{where}: {error}", fault=True)
-        source = self.names[place.source].get(found.shard, conversation.source)
-        return self._documents(sample, turns, where, found.name, source)
+            return _damaged(found, error)
+        return self._documents(sample, turns, _where(found), found.name, begun.source)
 
     def _find(self, place: Place) -> tuple[Any, Any]:
         """A sample and what reads its members: by offset, or those that came with the place."""
@@ -143,7 +189,7 @@ class SampleEncoder:
 
     def _documents(
         self, sample: EncodedSample, turns: list[Turn], where: str, key: str, source: str
-    ) -> tuple[Document, ...] | Skipped:
+    ) -> Encoded:
         """A sample that fits, or what `over_length` makes of it."""
         if sample.num_supervised == 0:
             return Skipped("no_supervised", f"{where}: no supervised token", fault=False)

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data_pipelines.encoding import Document, SampleEncoder, Skipped
+from data_pipelines.encoding import Document, Encoded, SampleEncoder, Skipped
 from data_pipelines.sampling import Place
-
-Encoded = tuple[Document, ...] | Skipped
 
 _SAMPLES_PER_MESSAGE = 16
 _MESSAGES_RECEIVED = 2  # that wait in the training process
@@ -113,8 +111,9 @@ class _Encoded(Dataset):
     def __init__(self, encoder: SampleEncoder) -> None:
         self._encoder = encoder
 
-    def __getitem__(self, place: Place) -> Encoded:
-        return self._encoder.encode(place)
+    def __getitems__(self, places: list[Place]) -> list[Encoded]:
+        """Those of a message; torch calls this instead of asking for each."""
+        return self._encoder.encode_all(places)
 
 
 def _to_arrays(results: list[Encoded]) -> list[Encoded]:
