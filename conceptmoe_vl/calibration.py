@@ -19,6 +19,7 @@ from torch import Tensor
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 
 DEFAULT_RATIOS = (1.05, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 HISTOGRAM_BINS = 20
@@ -150,6 +151,5 @@ def store_calibration(folder: Path, table: dict[str, list], report: dict[str, An
     config = json.loads(path.read_text(encoding="utf-8"))
     config["chunk"]["calibration"] = table
     for target, content in ((path, config), (folder / "calibration.json", report)):
-        beside = target.with_name(target.name + ".partial")
-        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        beside.replace(target)
+        with written_whole(target) as beside:
+            beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

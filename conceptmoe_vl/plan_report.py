@@ -18,6 +18,7 @@ from rich.table import Table
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.conversion.settings import source_config
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 from conceptmoe_vl.flops import count_parameters, decoding_cost, forward_flops
 from conceptmoe_vl.flops_report import VALUE_BYTES, read_config, read_json, short
 from conceptmoe_vl.memory import cache_bytes
@@ -368,13 +369,11 @@ def draw(values: dict[str, Any], path: Path) -> None:
     right.set(ylabel="GFLOP a token, without attention maps")
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     kind = path.suffix.lstrip(".") or "png"
-    beside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(beside, dpi=130, format=kind)
-        beside.replace(path)
+        with written_whole(path) as beside:
+            figure.savefig(beside, dpi=130, format=kind)
     except (OSError, ValueError) as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"cannot draw '{path}': {error}") from error
     finally:
         pyplot.close(figure)

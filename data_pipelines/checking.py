@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipelines.indexing import count_images, file_sha256
+from conceptmoe_vl.files import sha256_of
+from data_pipelines.indexing import count_images
 from data_pipelines.records import RecordError
 from data_pipelines.shard_index import IndexedSample, StaleIndexError, index_path, load_index
 from data_pipelines.writing import MANIFEST
@@ -29,7 +30,7 @@ class _Found:
 
     @cached_property
     def sha256(self) -> str:
-        return file_sha256(self.path)
+        return sha256_of(self.path)
 
 
 class ShardChecks:

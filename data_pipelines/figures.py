@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 from data_pipelines.pieces import visible
 from data_pipelines.statistics import Statistics
 
@@ -50,12 +51,10 @@ def draw_statistics(found: Statistics, path: Path) -> None:
     _sources(sources, found)
     _aspects(aspects, found)
     _sizes(sizes, found)
-    beside = path.with_name(f".{path.name}.partial")
     try:
-        figure.savefig(beside, dpi=120, format="png")
-        beside.replace(path)
+        with written_whole(path) as beside:
+            figure.savefig(beside, dpi=120, format="png")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"--png: '{path}' cannot be written ({error}); name a file") from error
 
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import sha256_of
 from data_pipelines.records import IMAGE_MEMBER
 from data_pipelines.shard_index import IndexedSample, write_index
 from data_pipelines.shards import expand_patterns, scan_shard
 from data_pipelines.writing import MANIFEST, write_manifest
-
-_PIECE = 1 << 20  # bytes
-
-
-def file_sha256(path: str | Path) -> str:
-    """In hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def write_indexes(
@@ -66,7 +55,7 @@ def write_indexes(
 def _write_index(shard: str, samples: list[IndexedSample]) -> dict[str, Any]:
     rows = [[sample.key, sample.members, list(sample.repeated)] for sample in samples]
     try:
-        size, sha256 = os.path.getsize(shard), file_sha256(shard)
+        size, sha256 = os.path.getsize(shard), sha256_of(shard)
         write_index(shard, rows, size, sha256)
     except OSError as error:
         raise UserError(f"the index of shard '{shard}' cannot be written ({error})") from error

@@ -19,6 +19,7 @@ import jinja2
 from PIL import Image
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 from conceptmoe_vl.images import ImageError
 from conceptmoe_vl.prompts import Picture
 from data_pipelines.pieces import Piece, encode_whole, token_pieces, visible
@@ -108,12 +109,10 @@ def write_page(patterns: list[str], limit: int, processor: Any, path: Path, toke
         images=sum(sample.images for sample in samples),
         tokenizer=tokenizer,
     )
-    beside = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_text(page, encoding="utf-8", errors="backslashreplace")
-        beside.replace(path)
+        with written_whole(path) as beside:
+            beside.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"--html: '{path}' cannot be written ({error}); name a file") from error
     return len(damaged) + len(index.damaged)
 

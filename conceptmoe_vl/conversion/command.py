@@ -152,7 +152,11 @@ def convert(arguments: argparse.Namespace) -> int:
         UserError: see `conceptmoe_vl.conversion.converting`.
     """
     conceptmoe_vl_runtime.setup(quiet=True)
-    from conceptmoe_vl.conversion.converting import plan_conversion, write_conversion
+    from conceptmoe_vl.conversion.converting import (
+        plan_conversion,
+        refuse_existing,
+        write_conversion,
+    )
     from conceptmoe_vl.conversion.settings import ConversionSettings, read_plan
 
     settings = ConversionSettings(
@@ -174,7 +178,7 @@ def convert(arguments: argparse.Namespace) -> int:
         tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
     )
     source, target = Path(arguments.source), Path(arguments.out)
-    _refuse_existing(target)
+    refuse_existing(target)
     if arguments.report:
         from conceptmoe_vl.conversion.losslessness import check_request
 
@@ -187,11 +191,6 @@ def convert(arguments: argparse.Namespace) -> int:
     if not arguments.report:
         return 0
     return _report(source, target, arguments.report, arguments, target / "losslessness.json")
-
-
-def _refuse_existing(target: Path) -> None:
-    if target.exists():
-        raise UserError(f"'{target}' exists already; name another folder, or remove it")
 
 
 def _summary(conversion: Any, target: Path) -> str:
@@ -250,10 +249,11 @@ def export(arguments: argparse.Namespace) -> int:
         UserError: see `conceptmoe_vl.conversion.exporting`.
     """
     conceptmoe_vl_runtime.setup(quiet=True)
+    from conceptmoe_vl.conversion.converting import refuse_existing
     from conceptmoe_vl.conversion.exporting import plan_export, write_export
 
     target = Path(arguments.out)
-    _refuse_existing(target)
+    refuse_existing(target)
     planned = plan_export(Path(arguments.model))
     with _progress(planned.bytes, "exporting") as advance:
         write_export(planned, target, shard_bytes(arguments.max_shard_size), advance)

@@ -241,6 +241,16 @@ def _report(
     }
 
 
+def refuse_existing(target: Path) -> None:
+    """Nothing, where nothing stands under that name.
+
+    Raises:
+        UserError: a file or folder does.
+    """
+    if target.exists():
+        raise UserError(f"'{target}' exists already; name another folder, or remove it")
+
+
 @contextlib.contextmanager
 def written_beside(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its name when the block ends, and vanishes if it fails.
@@ -248,8 +258,7 @@ def written_beside(target: Path) -> Iterator[Path]:
     Raises:
         UserError: `target` exists already, or a folder cannot be made beside it.
     """
-    if target.exists():
-        raise UserError(f"'{target}' exists already; name another folder, or remove it")
+    refuse_existing(target)
     beside = target.with_name(f".{target.name}.writing")
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -301,8 +310,7 @@ def convert(
         UserError: see `plan_conversion` and `write_conversion`.
     """
     settings = settings or ConversionSettings()
-    if target.exists():
-        raise UserError(f"'{target}' exists already; name another folder, or remove it")
+    refuse_existing(target)
     conversion = plan_conversion(folder, settings)
     write_conversion(conversion, target, settings.max_shard_bytes, advance)
     return conversion

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 
 from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smoothed
 from .runs import Run, read_runs
@@ -237,9 +238,8 @@ def write_report(folders: list[Path], out: Path, smoothing: float = 0.9) -> None
         UserError: a folder is no run, or the page cannot be written.
     """
     text = page(read_runs(folders), smoothing)
-    beside = out.with_name(f".{out.name}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(out)
+        with written_whole(out) as beside:
+            beside.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error}; give another --out") from error

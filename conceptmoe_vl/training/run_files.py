@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 
 LINES = ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl", "rollbacks.jsonl")
 _STEP = re.compile(r"step-(\d+)")
@@ -65,9 +66,7 @@ def drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [json.dumps(line) + "\n" for line in read_lines(path) if line.get("step", 0) <= step]
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, "".join(kept))
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -77,9 +76,8 @@ def write_json(path: Path, values: dict) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file, whole or not at all."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    with written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def replace_folder(written: Path, target: Path) -> None:

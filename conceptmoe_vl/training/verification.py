@@ -5,27 +5,15 @@ Ranks share the files, so that a large checkpoint is read once, by all of them t
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import sha256_of
 
 from .distributed import World, gather_objects, raise_together, share_from_main
 from .run_files import DamagedCheckpointError, file_sizes, read_manifest
-
-_BLOCK = 1 << 22
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, read in blocks."""
-    digest, buffer = hashlib.sha256(), bytearray(_BLOCK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
 
 
 def _broken_member(path: Path) -> str | None:

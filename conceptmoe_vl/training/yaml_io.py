@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import written_whole
 
 
 class _Loader(yaml.SafeLoader):
@@ -103,10 +104,6 @@ def write_yaml(path: str | Path, values: dict) -> None:
     """Writes a mapping beside `path` and renames it, so that `path` is whole or absent."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.tmp")
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    try:
+    with written_whole(target) as beside:
         beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -80,6 +80,7 @@ def test_the_command_stores_thresholds_that_reach_their_ratios(run, folder, data
     assert whole["tokens"] == sum(report["measured"][name]["tokens"] for name in ("text", "image"))
     assert whole["drift"] == pytest.approx(whole["ratio"] / 2 - 1)
     assert not list(folder.glob("*.partial"))
+    assert not list(folder.glob(".*.tmp"))
     for ratio, reached in zip(table["ratios"][:2], whole["reached"], strict=False):
         assert reached == pytest.approx(ratio, rel=0.1)
     model, _ = load_pretrained(folder, "cpu")
