@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def evaluate_tasks(arguments: argparse.Namespace) -> None:
 
 def _evaluate_task(
     task: Any,
-    questions: list,
+    questions: Sequence,
     model: Any,
     processor: Any,
     arguments: argparse.Namespace,

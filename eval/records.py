@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from conceptmoe_vl.prompts import Picture, Turn
 from data_pipelines.records import RecordError, pick_questions, read_record
 from data_pipelines.shards import IndexedSample, ShardReader, index_shards
 from data_pipelines.writing import MANIFEST
-from eval.tasks import Question
+from eval.tasks import Image, Question
 
 
 def load_questions(
     folder: Path, split: str, kind_of: Callable[[list[str]], str], build: str
 ) -> list[Question]:
     """All questions of the shards `folder/split-*.tar`, in the shards' order.
+
+    Their images are read when they are asked for.
 
     Args:
         kind_of: references -> the group that the report lists the question under.
@@ -44,7 +47,6 @@ def load_questions(
             questions += _questions_of(sample, reader, kind_of)
         except RecordError as error:
             raise UserError(f"record '{sample.key}' of '{sample.shard}': {error}") from error
-    reader.close()
     _check_manifest(folder / MANIFEST, split, len(questions))
     keys = {question.key for question in questions}
     if len(keys) != len(questions):
@@ -76,7 +78,9 @@ def _questions_of(
     if sample.repeated:
         raise RecordError("bad_field", f"the members {list(sample.repeated)} are there twice")
     conversation = read_record(reader.read(sample, "json"), sample.members, "")
-    images = {name: reader.read(sample, name) for name in conversation.image_members}
+    images = {
+        name: functools.partial(reader.read, sample, name) for name in conversation.image_members
+    }
     users = sum(turn.role == "user" for turn in conversation.turns)
     answers = sum(turn.role == "assistant" for turn in conversation.turns)
     if users != answers:
@@ -94,7 +98,7 @@ def _questions_of(
         yield Question(f"{sample.key}#{number}", messages, references, kind_of(references))
 
 
-def _to_message(turn: Turn, images: dict[str, bytes]) -> dict[str, Any]:
+def _to_message(turn: Turn, images: Mapping[str, Image]) -> dict[str, Any]:
     content = [
         {"type": "image", "image": images[part.image]}
         if isinstance(part, Picture)

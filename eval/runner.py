@@ -12,7 +12,7 @@ import torch
 
 from conceptmoe_vl.asking import Answer, answer_conversations
 from conceptmoe_vl.errors import UserError
-from eval.tasks import Question, Task
+from eval.tasks import Question, Scored, Task
 
 MODALITIES = ("image", "text")
 
@@ -26,6 +26,10 @@ class Sample:
     parsed: str
     score: float
 
+    @property
+    def scored(self) -> Scored:
+        return Scored(self.question, self.parsed, self.score)
+
     def to_row(self) -> dict[str, Any]:
         return {
             "key": self.question.key,
@@ -37,6 +41,7 @@ class Sample:
             "parsed": self.parsed,
             "references": list(self.question.references),
             "score": self.score,
+            "details": dict(self.question.details),
         }
 
 
@@ -131,8 +136,8 @@ def _ask(
     questions: Sequence[Question],
     compression: float | None,
 ) -> list[Sample]:
-    conversations = [question.messages for question in questions]
     try:
+        conversations = [_with_images(question.messages) for question in questions]
         answers = answer_conversations(
             model, processor, conversations, task.max_new_tokens, compression
         )
@@ -147,6 +152,24 @@ def _ask(
         ]
     samples = []
     for question, answer in zip(questions, answers, strict=True):
-        parsed = task.parse(answer.text)
-        samples.append(Sample(question, answer, parsed, task.score(parsed, question.references)))
+        parsed = task.parse(answer.text, question)
+        samples.append(Sample(question, answer, parsed, task.score(parsed, question)))
     return samples
+
+
+def _with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the images fetched that are given as functions."""
+
+    def fetched(part: dict[str, Any]) -> dict[str, Any]:
+        is_lazy = part["type"] == "image" and callable(part.get("image"))
+        return {**part, "image": part["image"]()} if is_lazy else part
+
+    return [
+        {
+            **message,
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else [fetched(part) for part in message["content"]],
+        }
+        for message in messages
+    ]

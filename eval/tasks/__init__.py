@@ -1,14 +1,25 @@
-"""What can be evaluated. A task is a small description; runner and report serve them all."""
+"""What can be evaluated. A task is a small description; runner and report serve them all.
+
+A module of this package defines `TASK`, or several as `TASKS`; `all_tasks` finds it by itself.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from conceptmoe_vl.errors import UserError
+
+Image = bytes | str | Path | Callable[[], bytes]
+"""An encoded file, its path, or a function that gives its bytes. The function is called just before
+the question is asked, so that the images of a large set are never in memory together."""
+
+Mode = Literal["generate", "choose", "perplexity"]
 
 
 @dataclass(frozen=True)
@@ -16,22 +27,46 @@ class Question:
     """One question, asked alone.
 
     Fields:
-        key: unique within the task; the record's key and the question's number in it.
-        messages: what the model is given: images as encoded files, no earlier answer.
+        key: unique within the task; of shards the record's key and the question's number in it.
+        messages: what the model is given, no earlier answer; image parts hold an `Image`.
         references: answers that count as right.
         kind: the group that the report lists it under.
+        choices: options; in mode `choose` the continuations whose log-likelihoods are compared.
+        details: what `score` and `metrics` need beyond the references (boxes, depth, length). JSON
+            alone; written to `samples.jsonl`. Questions with one `cluster` (an image with several
+            questions) are resampled together.
     """
 
     key: str
     messages: list[dict[str, Any]]
     references: Sequence[str]
-    kind: str
+    kind: str = ""
+    choices: Sequence[str] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         """The last turn's words."""
-        parts = self.messages[-1]["content"]
-        return "".join(part["text"] for part in parts if part["type"] == "text")
+        if not self.messages:
+            return ""
+        content = self.messages[-1]["content"]
+        if isinstance(content, str):
+            return content
+        return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A question with what was read from the answer, and its score from 0 to 1."""
+
+    question: Question
+    parsed: str
+    score: float
+
+
+def mean_score(samples: Sequence[Scored]) -> dict[str, float]:
+    """The mean of the scores as `accuracy`."""
+    return {"accuracy": sum(sample.score for sample in samples) / len(samples)}
 
 
 @dataclass(frozen=True)
@@ -44,9 +79,15 @@ class Task:
         default_data: folder that is read when `--data` is not given.
         load: folder -> questions, in a fixed order. Raises `UserError` where a record is damaged:
             an evaluation leaves nothing out.
-        parse: answer text -> what is scored and written down as `parsed`.
-        score: (parsed, references) -> score, 0 or 1.
+        parse: (answer text, question) -> what is scored and written down as `parsed`; "" where the
+            model abstained or nothing can be read from the answer: such answers are counted.
+        score: (parsed, question) -> score, 0 to 1.
         max_new_tokens: longest answer, in tokens.
+        mode: answers are generated; or the choice with the highest log-likelihood is the answer; or
+            only the log-likelihood of a text is taken.
+        stop: strings that end an answer; the answer ends before them.
+        metrics: samples (at least one) -> the data set's figures, the first of them the headline. A
+            pure function of the samples, in any number: the bootstrap resamples them.
         official_size: questions of the official test set; another count is reported beside the
             score, as the score is then no official one.
     """
@@ -54,17 +95,24 @@ class Task:
     name: str
     description: str
     default_data: str
-    load: Callable[[Path], list[Question]]
-    parse: Callable[[str], str]
-    score: Callable[[str, Sequence[str]], float]
+    load: Callable[[Path], Sequence[Question]]
+    parse: Callable[[str, Question], str]
+    score: Callable[[str, Question], float]
     max_new_tokens: int
+    mode: Mode = "generate"
+    stop: tuple[str, ...] = ()
+    metrics: Callable[[Sequence[Scored]], dict[str, float]] = mean_score
     official_size: int | None = None
 
 
 def all_tasks() -> dict[str, Task]:
-    from eval.tasks import easy_vqa
-
-    return {task.name: task for task in (easy_vqa.TASK,)}
+    """The tasks of this package's modules by their names, in the order of the names."""
+    found: dict[str, Task] = {}
+    for module_info in pkgutil.iter_modules(__path__, f"{__name__}."):
+        module = importlib.import_module(module_info.name)
+        own = [module.TASK] if hasattr(module, "TASK") else getattr(module, "TASKS", [])
+        found |= {task.name: task for task in own}
+    return dict(sorted(found.items()))
 
 
 def get_tasks(names: str) -> list[Task]:

@@ -27,9 +27,13 @@ def load(folder: Path) -> list[Question]:
     return load_questions(folder, split="test", kind_of=kind_of, build="easy_vqa")
 
 
-def parse(text: str) -> str:
+def parse(text: str, question: Question) -> str:
     """The answer in lower case; it is a single word, so none is searched for in longer texts."""
     return text.strip().lower()
+
+
+def score(parsed: str, question: Question) -> float:
+    return exact_match(parsed, question.references)
 
 
 TASK = Task(
@@ -38,7 +42,7 @@ TASK = Task(
     default_data="data/easy_vqa",
     load=load,
     parse=parse,
-    score=exact_match,
+    score=score,
     max_new_tokens=8,
     official_size=9673,
 )

@@ -14,7 +14,7 @@ def load(folder):
 
 def images_of(question):
     parts = question.messages[-1]["content"]
-    return [part["image"] for part in parts if part["type"] == "image"]
+    return [part["image"]() for part in parts if part["type"] == "image"]
 
 
 def test_every_question_is_asked_alone_with_its_image(tmp_path):
