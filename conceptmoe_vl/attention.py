@@ -10,23 +10,26 @@ products:
 | 4 x 1,024, 8 heads of 32 | 168 / 151 / 305 ms | 198 / 191 / 549 ms |
 
 So documents of similar length share a padded batch (causality keeps the padding on the right from
-being seen), short bfloat16 ones are plain matrix products, and a block mask (5 to 9 times slower)
-is never used.
+being seen), short bfloat16 ones are plain matrix products, longer ones have a backward pass of
+products, and a block mask (5 to 9 times slower) is never used.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conceptmoe_vl.causal_products import ShortCausalAttention, TiledCausalAttention
 from conceptmoe_vl.layout import PackedLayout
 
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 # Longest documents for which plain products beat the fused kernel in bfloat16 on CPU.
 SHORT = 384
+# Longest documents whose backward pass is made of products over tiles, on a CPU in bfloat16. Ours
+# and the fused kernel's, 8 heads of 32 on 4: 8 x 512 64 / 149 ms, 4 x 1,024 78 / 105, 1 x 4,096
+# 297 / 324.
+MEDIUM = 1536
 # Queries of one call behind a cache: entries of the mask, and bounds of the rows.
 _MASK_ENTRIES, _FEWEST_QUERIES, _MOST_QUERIES = 1 << 20, 64, 256
 # From how many new and old tokens on the two parts of `_in_two_parts` beat masked blocks on a CPU.
@@ -79,39 +82,15 @@ def _varlen_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, layout: Packe
 
 def _causal(q_BTNH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT:
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        out = _ShortCausalAttention.apply(*flat).view(q.shape)
+    is_slow_kernel = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if is_slow_kernel and q.shape[2] <= SHORT:
+        out = ShortCausalAttention.apply(q, k, v)
+    elif is_slow_kernel and q.shape[2] <= MEDIUM and torch.is_grad_enabled():
+        out = TiledCausalAttention.apply(q, k, v)
     else:
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return out.transpose(1, 2)
-
-
-class _ShortCausalAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(H) + causal mask) v on `[batch, L, H]`, L small."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, length, size = q.shape
-        mask = q.new_full((length, length), float("-inf")).triu(1).expand(batch, length, length)
-        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=size**-0.5).softmax(-1)
-        ctx.save_for_backward(q, k, v, weights)
-        return torch.bmm(weights, v)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, weights = ctx.saved_tensors
-        grad_weights = torch.bmm(grad, v.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(
-            grad_weights, weights, -1, weights.dtype
-        ).mul_(q.shape[-1] ** -0.5)
-        grad_q = torch.bmm(grad_scores, k)
-        grad_k = torch.bmm(grad_scores.transpose(1, 2), q)
-        return grad_q, grad_k, torch.bmm(weights.transpose(1, 2), grad)
 
 
 def cached_attention(

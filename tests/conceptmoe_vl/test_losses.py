@@ -73,6 +73,22 @@ def test_chunked_cross_entropy_equals_plain(rows, dtype, monkeypatch):
     assert not each.requires_grad
 
 
+@pytest.mark.parametrize("size", [30.0, 300.0, 3e4])
+def test_cross_entropy_of_models_that_are_sure(size):
+    """Logits far apart: most probabilities are nearly or wholly 0, and the loss is large."""
+    h = (size * torch.randn(9, 8)).requires_grad_()
+    weight = torch.randn(70, 8, requires_grad=True)
+    target = torch.randint(0, 70, (9,))
+    total, each = chunked_cross_entropy(h, weight, target)
+    total.backward()
+    h2, weight2 = (x.detach().double().requires_grad_() for x in (h, weight))
+    expected = F.cross_entropy(F.linear(h2, weight2), target, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(each.double(), expected.detach(), atol=1e-5 * size, rtol=1e-5)
+    torch.testing.assert_close(h.grad.double(), h2.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(weight.grad.double(), weight2.grad, atol=1e-4 * size, rtol=1e-4)
+
+
 def long_batch(tokens, length, labelled, vocab):
     ids = torch.randint(FIRST_TEXT, vocab, (tokens,))
     labels = torch.full_like(ids, -100)
