@@ -2,6 +2,8 @@
 
 - `tasks`: what is asked, how an answer is read and scored; one small description a task.
 - `records`: conversations of shards, cut into questions that are asked alone.
-- `runner`: asks in batches, measures the compression ratio on the way.
-- `report`: accuracy with intervals, the table, `results.json` and `samples.jsonl`.
+- `program`: one evaluation from arguments to files; `processes`: several processes of one.
+- `runner`: asks in batches and counts tokens and concepts; `replies`: what was asked already.
+- `statistics`: intervals and paired differences.
+- `report`: the table, `results.json` and `samples.jsonl`.
 """

@@ -4,120 +4,169 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from eval.metrics import wilson_interval
-from eval.runner import MODALITIES, Evaluation, Sample
+from conceptmoe_vl.files import written_whole
+from eval.runner import MODALITIES, Sample
+from eval.statistics import RESAMPLES, SEED, estimate
+from eval.tasks import Task
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file that appears under its name only when the block has ended well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Speed:
+    """How many questions were asked anew, and in how many seconds (without loading the model)."""
+
+    asked: int
+    seconds: float
 
 
-def summarise(evaluation: Evaluation) -> dict[str, Any]:
-    """The figures of `results.json`: accuracies with 95 % intervals, ratios, throughput."""
-    samples = evaluation.samples
+def summarise(task: Task, samples: Sequence[Sample], speed: Speed) -> dict[str, Any]:
+    """The figures of `results.json`. All but `speed` depend on questions and replies alone."""
     kinds = sorted({sample.question.kind for sample in samples})
-    seconds = evaluation.seconds
-    prompt_tokens = sum(sample.answer.prompt_tokens for sample in samples)
-    ratios = evaluation.ratios
+    ratios = {name: _ratio(samples, (name,)) for name in MODALITIES}
+    prompt_tokens = sum(sample.reply.prompt_tokens for sample in samples)
+    rate = speed.asked / len(samples) / speed.seconds
     return {
-        "task": evaluation.task.name,
-        "description": evaluation.task.description,
-        **_accuracy(samples),
-        "official_size": evaluation.task.official_size,
+        "task": task.name,
+        "description": task.description,
+        "mode": task.mode,
+        **_figures(task, samples),
+        "official_size": task.official_size,
         "by_kind": {
-            kind: _accuracy(sample for sample in samples if sample.question.kind == kind)
+            kind: _figures(task, [sample for sample in samples if sample.question.kind == kind])
             for kind in kinds
         },
         "empty_answers": sum(not sample.parsed for sample in samples),
-        "ratio": ratios.ratio(),
-        "ratio_by_modality": {name: ratios.ratio(name) for name in MODALITIES},
+        "ratio": _ratio(samples, MODALITIES),
+        "ratio_by_modality": ratios,
         "prompt_tokens": prompt_tokens,
-        "answer_tokens": sum(sample.answer.answer_tokens for sample in samples),
-        "seconds": seconds,
-        "questions_per_second": len(samples) / seconds,
-        "prompt_tokens_per_second": prompt_tokens / seconds,
+        "answer_tokens": sum(sample.reply.answer_tokens for sample in samples),
+        "bootstrap": {"seed": SEED, "resamples": RESAMPLES},
+        "speed": {
+            "asked": speed.asked,
+            "reused": len(samples) - speed.asked,
+            "seconds": speed.seconds,
+            "questions_per_second": speed.asked / speed.seconds,
+            "prompt_tokens_per_second": prompt_tokens * rate,
+        },
     }
 
 
-def _accuracy(samples: Iterable[Sample]) -> dict[str, Any]:
-    scores = [sample.score for sample in samples]
-    right = sum(scores)
+def _figures(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
+    figures = estimate([sample.scored for sample in samples], task.metrics)
     return {
-        "count": len(scores),
-        "right": right,
-        "accuracy": right / len(scores) if scores else None,
-        "interval_95": list(wilson_interval(right, len(scores))),
+        "count": len(samples),
+        "figures": {name: figure.to_json() for name, figure in figures.items()},
     }
+
+
+def _ratio(samples: Sequence[Sample], modalities: Sequence[str]) -> float | None:
+    """Tokens per concept; None where nothing was counted."""
+    tokens, concepts = (
+        sum(counts.get(name, 0) for counts in side for name in modalities)
+        for side in (
+            [sample.reply.tokens for sample in samples],
+            [sample.reply.concepts for sample in samples],
+        )
+    )
+    return tokens / concepts if concepts else None
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
-    """The table of one task."""
+    """The table of one task: a row for each kind, two columns for each figure."""
     table = Table(title=results["description"], title_justify="left")
     table.add_column("questions")
-    for name in ("count", "right", "accuracy", "95 % interval"):
-        table.add_column(name, justify="right")
-    for kind, part in results["by_kind"].items():
-        table.add_row(kind, *_cells(part))
-    table.add_section()
-    table.add_row("all", *_cells(results), style="bold")
+    table.add_column("count", justify="right")
+    for name in results["figures"]:
+        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column("95 % interval", justify="right")
+    names = list(results["figures"])
+    kinds = results["by_kind"]
+    if len(kinds) > 1:
+        for kind, part in kinds.items():
+            table.add_row(kind or "-", *_cells(part, names))
+        table.add_section()
+    table.add_row("all", *_cells(results, names), style="bold")
     console.print(table)
     ratios = {"all": results["ratio"], **results["ratio_by_modality"]}
     shown = ", ".join(f"{name} {_number(value)}" for name, value in ratios.items())
     console.print(f"tokens per concept: {shown}")
-    console.print(
-        f"{results['questions_per_second']:.1f} questions and "
-        f"{results['prompt_tokens_per_second']:.0f} prompt tokens a second, "
-        f"{results['seconds']:.0f} s"
-    )
-    official = results["official_size"]
-    if official is not None and results["count"] != official:
-        console.print(
-            f"note: {results['count']} of the {official} official questions: no official score"
+    for line in _remarks(results):
+        console.print(line)
+
+
+def _remarks(results: dict[str, Any]) -> list[str]:
+    lines = []
+    speed, count = results["speed"], results["count"]
+    if speed["asked"]:
+        lines.append(
+            f"{speed['questions_per_second']:.1f} questions and "
+            f"{speed['prompt_tokens_per_second']:.0f} prompt tokens a second, "
+            f"{speed['seconds']:.0f} s"
         )
+    if speed["reused"]:
+        lines.append(
+            f"note: {speed['reused']} of {count} replies are from an earlier start with the same "
+            "model and settings (--no-cache asks anew)"
+        )
+    official = results["official_size"]
+    if official is not None and count != official:
+        lines.append(f"note: {count} of the {official} official questions: no official score")
     if results["empty_answers"]:
-        console.print(f"note: {results['empty_answers']} answers are empty and count as wrong")
+        lines.append(f"note: {results['empty_answers']} answers are empty and count as wrong")
+    return lines
 
 
-def _cells(part: dict[str, Any]) -> tuple[str, str, str, str]:
-    low, high = part["interval_95"]
-    return (
-        f"{part['count']}",
-        f"{part['right']:.0f}",
-        f"{100 * part['accuracy']:.2f} %",
-        f"{100 * low:.2f} to {100 * high:.2f}",
-    )
+def _cells(part: dict[str, Any], names: Sequence[str]) -> list[str]:
+    cells = [f"{part['count']}"]
+    for name in names:
+        figure = part["figures"].get(name, {"value": None, "interval_95": None})
+        cells += format_figure(figure["value"], figure["interval_95"])
+    return cells
+
+
+def format_figure(value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
+    """A figure and its interval; shares, and differences of shares, in percent."""
+    if value is None:
+        return "-", "-"
+    is_share = all(-1 <= number <= 1 for number in (value, *(interval or ())))
+    factor, unit = (100, " %") if is_share else (1, "")
+    shown = f"{factor * value:.2f}{unit}"
+    if interval is None:
+        return shown, "-"
+    return shown, f"{factor * interval[0]:.2f} to {factor * interval[1]:.2f}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def write_samples(folder: Path, samples: Sequence[Sample]) -> Path:
+    """`samples.jsonl`, a line a question; whole or not there."""
+    return write_lines(folder / "samples.jsonl", [sample.to_row() for sample in samples])
+
+
 def write_results(folder: Path, results: dict[str, Any]) -> Path:
     path = folder / "results.json"
-    with written_whole(path) as file:
-        json.dump(results, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+    _write(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
-def write_row(file: TextIO, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """A JSONL file, whole or not there."""
+    _write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Asks a task's questions in batches and measures how far the model compressed its prompts."""
+"""Asks a task's questions in batches and counts how far the model compressed each prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from conceptmoe_vl.asking import Answer, answer_conversations
+from conceptmoe_vl.asking import answer_conversations
 from conceptmoe_vl.errors import UserError
+from eval.replies import Reply, ReplyStore, question_key
 from eval.tasks import Question, Scored, Task
 
 MODALITIES = ("image", "text")
@@ -22,7 +23,7 @@ class Sample:
     """One question with all that came of it; a line of `samples.jsonl`."""
 
     question: Question
-    answer: Answer
+    reply: Reply
     parsed: str
     score: float
 
@@ -35,9 +36,11 @@ class Sample:
             "key": self.question.key,
             "kind": self.question.kind,
             "question": self.question.text,
-            "prompt": self.answer.prompt,
-            "prompt_tokens": self.answer.prompt_tokens,
-            "raw": self.answer.raw,
+            "prompt": self.reply.prompt,
+            "prompt_tokens": self.reply.prompt_tokens,
+            "tokens": dict(self.reply.tokens),
+            "concepts": dict(self.reply.concepts),
+            "raw": self.reply.raw,
             "parsed": self.parsed,
             "references": list(self.question.references),
             "score": self.score,
@@ -45,20 +48,25 @@ class Sample:
         }
 
 
-@dataclass
-class RatioMeter:
-    """Tokens and concepts of all prompts, by modality.
+def to_sample(task: Task, question: Question, reply: Reply) -> Sample:
+    parsed = task.parse(reply.text, question)
+    return Sample(question, reply, parsed, task.score(parsed, question))
 
-    Counted are prompts alone: of a generated step the rows that have already ended would count too.
-    Boundaries that are forced (document starts, image marks) count, as they do in training.
+
+@dataclass
+class PromptCounter:
+    """Tokens and concepts of each prompt that the model reads, by modality.
+
+    Generated tokens are not counted: rows that have ended would count too. Boundaries that are
+    forced (document starts, image marks) count, as they do in training.
     """
 
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODALITIES, 0))
-    concepts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODALITIES, 0))
+    tokens: list[dict[str, int]] = field(default_factory=list)
+    concepts: list[dict[str, int]] = field(default_factory=list)
 
     @contextmanager
-    def watch(self, model: Any) -> Iterator[RatioMeter]:
-        """Counts every prompt that the model reads within the block."""
+    def watch(self, model: Any) -> Iterator[PromptCounter]:
+        """Counts every prompt that the model reads within the block, row by row."""
         handle = model.register_forward_hook(self._count, with_kwargs=True)
         try:
             yield self
@@ -70,91 +78,113 @@ class RatioMeter:
         if ids.shape[1] == 1:  # a generated token
             return
         mask = inputs.get("attention_mask")  # generation leaves it out where nothing is padded
-        packed = ids.flatten() if mask is None else ids[mask[:, -ids.shape[1] :].bool()]
-        is_image = packed == (-1 if model.config.vision is None else model.config.image_token_id)
-        is_boundary = output.chunks.boundary_mask
-        if is_boundary.numel() != packed.numel():
+        kept = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
+        boundary = output.chunks.boundary_mask.cpu()
+        lengths = kept.sum(1).tolist()
+        if boundary.numel() != sum(lengths):
             raise RuntimeError(
-                f"the model reports {is_boundary.numel()} boundaries for {packed.numel()} tokens"
+                f"the model reports {boundary.numel()} boundaries for {sum(lengths)} tokens"
             )
-        for modality, chosen in zip(MODALITIES, (is_image, ~is_image), strict=True):
-            self.tokens[modality] += int(chosen.sum())
-            self.concepts[modality] += int(is_boundary[chosen].sum())
-
-    def ratio(self, modality: str | None = None) -> float | None:
-        """Tokens per concept, of one modality or of all; None where nothing was counted."""
-        chosen = MODALITIES if modality is None else (modality,)
-        tokens = sum(self.tokens[name] for name in chosen)
-        concepts = sum(self.concepts[name] for name in chosen)
-        return tokens / concepts if concepts else None
+        image_id = -1 if model.config.vision is None else model.config.image_token_id
+        is_image = (ids[kept] == image_id).cpu()
+        for row, fired in zip(is_image.split(lengths), boundary.split(lengths), strict=True):
+            chosen = dict(zip(MODALITIES, (row, ~row), strict=True))
+            self.tokens.append({name: int(part.sum()) for name, part in chosen.items()})
+            self.concepts.append({name: int(fired[part].sum()) for name, part in chosen.items()})
 
 
 @dataclass
-class Evaluation:
-    """What a task's questions came to; `seconds` is wall time without loading the model."""
+class Asked:
+    """The replies to questions, in their order, and how much work they were.
 
-    task: Task
-    samples: list[Sample]
-    ratios: RatioMeter
+    Fields:
+        keys: checksums of the questions as they were asked.
+        new: replies that were not in the store. seconds: wall time of asking for them.
+    """
+
+    replies: list[Reply]
+    keys: list[str]
+    new: int
     seconds: float
 
 
-def evaluate(
+def ask(
     model: Any,
     processor: Any,
     task: Task,
     questions: Sequence[Question],
     batch_size: int,
-    on_batch: Callable[[list[Sample]], None] = lambda batch: None,
+    store: ReplyStore,
     compression: float | None = None,
-) -> Evaluation:
-    """Asks every question alone, in the given order.
+    on_replies: Callable[[int], None] = lambda count: None,
+) -> Asked:
+    """Asks every question alone, in the given order; what the store holds is not asked again.
 
     Args:
         batch_size: questions that are answered at once, left-padded; it changes no answer.
-        on_batch: called with the samples of each batch as soon as they are scored.
         compression: wanted tokens per concept; None: what the model was trained for.
+        on_replies: called with the number of replies that have come in since its last call.
 
     Raises:
         UserError: an image cannot be decoded; the key is named. Nothing is skipped.
     """
-    samples: list[Sample] = []
-    ratios = RatioMeter()
     started = time.perf_counter()
-    with ratios.watch(model), torch.inference_mode():
-        for start in range(0, len(questions), batch_size):
-            batch = _ask(model, processor, task, questions[start : start + batch_size], compression)
-            samples += batch
-            on_batch(batch)
-    return Evaluation(task, samples, ratios, time.perf_counter() - started)
+    keys = [question_key(task, question) for question in questions]
+    # Equal questions have equal replies: each is asked once.
+    open_questions = {
+        key: question
+        for key, question in zip(keys, questions, strict=True)
+        if store.get(key) is None
+    }
+    on_replies(len(questions) - len(open_questions))
+    todo = list(open_questions.items())
+    with torch.inference_mode():
+        for start in range(0, len(todo), batch_size):
+            batch = todo[start : start + batch_size]
+            replies = _reply(model, processor, task, [q for _, q in batch], compression)
+            for (key, _), reply in zip(batch, replies, strict=True):
+                store.add(key, reply)
+            on_replies(len(batch))
+    found = [store.get(key) for key in keys]
+    replies = [reply for reply in found if reply is not None]
+    return Asked(replies, keys, len(todo), time.perf_counter() - started)
 
 
-def _ask(
+def _reply(
     model: Any,
     processor: Any,
     task: Task,
     questions: Sequence[Question],
     compression: float | None,
-) -> list[Sample]:
+) -> list[Reply]:
+    counter = PromptCounter()
     try:
         conversations = [_with_images(question.messages) for question in questions]
-        answers = answer_conversations(
-            model, processor, conversations, task.max_new_tokens, compression
-        )
+        with counter.watch(model):
+            answers = answer_conversations(
+                model, processor, conversations, task.max_new_tokens, compression
+            )
     except UserError as error:
         if len(questions) == 1:
             raise UserError(f"question '{questions[0].key}' cannot be asked: {error}") from error
         # Somewhere in the batch: asked one by one, the culprit names itself.
         return [
-            sample
+            reply
             for one in questions
-            for sample in _ask(model, processor, task, [one], compression)
+            for reply in _reply(model, processor, task, [one], compression)
         ]
-    samples = []
-    for question, answer in zip(questions, answers, strict=True):
-        parsed = task.parse(answer.text, question)
-        samples.append(Sample(question, answer, parsed, task.score(parsed, question)))
-    return samples
+    return [
+        Reply(
+            answer.text,
+            answer.raw,
+            answer.prompt,
+            answer.prompt_tokens,
+            answer.answer_tokens,
+            tokens,
+            concepts,
+        )
+        for answer, tokens, concepts in zip(answers, counter.tokens, counter.concepts, strict=True)
+    ]
 
 
 def _with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_demo_and_evaluation_take_the_calibrated_ratio(run, folder, data, tmp_pa
         assert evaluate([*words, "--device", "cpu"]) == 0
         path = tmp_path / compression / "easy_vqa" / "results.json"
         results = json.loads(path.read_text())
-        assert results["compression"] == float(compression)
+        assert results["settings"]["compression"] == float(compression)
         ratios[compression] = results["ratio"]
     assert ratios["1"] == 1
     assert 1 < ratios["1.5"] < ratios["3"]

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from eval.__main__ import default_output, main
+from eval import runner
+from eval.__main__ import main
+from eval.program import default_output
 from tests.eval.shards import conversation, png, small_set, write_shard
 from tests.model_folder import save_model_folder
 
@@ -32,12 +34,20 @@ def read(output):
     return results, [json.loads(line) for line in lines]
 
 
+def without_speed(results):
+    """What must be the same to the digit however the questions were asked."""
+    return {name: part for name, part in results.items() if name not in ("speed", "run")}
+
+
 def test_every_question_is_counted_and_written(model_folder, data, tmp_path, capsys):
     assert run(model_folder, data, tmp_path / "out") == 0
     results, rows = read(tmp_path / "out")
     assert results["count"] == len(rows) == 9
     assert len({row["key"] for row in rows}) == 9
-    assert results["right"] == sum(row["score"] for row in rows)
+    accuracy = results["figures"]["accuracy"]
+    assert accuracy["value"] == sum(row["score"] for row in rows) / 9
+    low, high = accuracy["interval_95"]
+    assert 0 <= low <= accuracy["value"] <= high <= 1
     assert results["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows)
     assert {kind: part["count"] for kind, part in results["by_kind"].items()} == {
         "colour": 3,
@@ -45,7 +55,7 @@ def test_every_question_is_counted_and_written(model_folder, data, tmp_path, cap
         "yes/no": 3,
     }
     assert "no official score" in capsys.readouterr().out
-    assert not list((tmp_path / "out").rglob("*.partial"))
+    assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
 def test_no_earlier_question_or_answer_is_in_a_prompt(model_folder, data, tmp_path):
@@ -93,8 +103,53 @@ def test_the_batch_size_changes_nothing(model_folder, data, tmp_path):
     for size in ("1", "4", "16"):
         assert run(model_folder, data, tmp_path / size, "--batch-size", size) == 0
         results, rows = read(tmp_path / size)
-        outcomes.append((results["accuracy"], results["ratio_by_modality"], rows))
+        outcomes.append((without_speed(results), rows))
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(model_folder, data, tmp_path, monkeypatch):
+    assert run(model_folder, data, tmp_path / "unbroken") == 0
+    batches = []
+
+    def killed_at_the_third_batch(*arguments):
+        batches.append(len(arguments[3]))
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    answer = runner._reply
+    monkeypatch.setattr(runner, "_reply", killed_at_the_third_batch)
+    assert run(model_folder, data, tmp_path / "broken", "--batch-size", "2") == 130
+    assert not (tmp_path / "broken" / "easy_vqa").exists()
+    assert run(model_folder, data, tmp_path / "broken", "--batch-size", "4") == 0
+    assert batches == [2, 2, 2, 4, 1]
+    whole, mended = (read(tmp_path / name) for name in ("unbroken", "broken"))
+    assert without_speed(mended[0]) == without_speed(whole[0])
+    assert mended[1] == whole[1]
+    assert mended[0]["speed"]["reused"] == 4
+
+
+def test_replies_are_reused_by_the_same_model_alone(model_folder, data, tmp_path):
+    def asked(folder, *more):
+        assert run(folder, data, tmp_path / "out", *more) == 0
+        return read(tmp_path / "out")[0]["speed"]["asked"]
+
+    assert asked(model_folder) == 9
+    assert asked(model_folder) == 0
+    assert asked(model_folder, "--no-cache") == 9
+    assert asked(model_folder, "--compression", "1") == 9
+    assert asked(save_model_folder(tmp_path / "other", seed=1)) == 9
+    assert asked(model_folder) == 0
+
+
+def test_what_reproduces_the_figures_is_recorded(model_folder, data, tmp_path):
+    run(model_folder, data, tmp_path / "a")
+    run(model_folder, small_set(tmp_path / "other", pictures=2), tmp_path / "b")
+    first, second = (read(tmp_path / name)[0]["settings"] for name in "ab")
+    for name in ("model_checksum", "code_checksum", "versions", "dtype", "compression", "stop"):
+        assert first[name] == second[name]
+    assert first["data_checksum"] != second["data_checksum"]
+    assert set(first["versions"]) >= {"conceptmoe-vl", "torch", "transformers"}
 
 
 def test_pictures_in_tiles_are_batched_too(data, tmp_path):
@@ -103,7 +158,7 @@ def test_pictures_in_tiles_are_batched_too(data, tmp_path):
     for size in ("1", "4"):
         assert run(folder, data, tmp_path / size, "--batch-size", size) == 0
         results, rows = read(tmp_path / size)
-        outcomes.append((results["accuracy"], results["ratio_by_modality"], rows))
+        outcomes.append((without_speed(results), rows))
     assert outcomes[0] == outcomes[1]
     # Four tiles and a thumbnail of 2 x 2 tokens each.
     assert all("<|image_pad|>*20" in row["prompt"] for row in rows)
@@ -112,7 +167,7 @@ def test_pictures_in_tiles_are_batched_too(data, tmp_path):
 def test_the_limit_takes_the_first_questions(model_folder, data, tmp_path):
     assert run(model_folder, data, tmp_path / "out", "--limit", "4") == 0
     results, rows = read(tmp_path / "out")
-    assert results["limit"] == results["count"] == 4
+    assert results["settings"]["limit"] == results["count"] == 4
     assert [row["key"] for row in rows] == [f"test0000#{n}" for n in range(3)] + ["test0001#0"]
 
 
@@ -145,7 +200,7 @@ def test_a_damaged_image_ends_the_evaluation_with_its_name(model_folder, tmp_pat
     write_shard(tmp_path / "data" / "test-0.tar", records)
     assert run(model_folder, tmp_path / "data", tmp_path / "out", "--batch-size", size) == 2
     assert "question 'broken#0' cannot be asked" in capsys.readouterr().err
-    assert not list((tmp_path / "out").rglob("*.json*"))
+    assert not list((tmp_path / "out").glob("easy_vqa/*"))
 
 
 def test_results_go_beside_the_model_of_a_run(tmp_path):

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
 import pytest
 from rich.console import Console
 
-from conceptmoe_vl.asking import Answer
-from eval.report import print_report, summarise, write_results, written_whole
-from eval.runner import Evaluation, RatioMeter, Sample
+from eval.replies import Reply
+from eval.report import Speed, print_report, summarise, write_results, write_samples
+from eval.runner import Sample
 from eval.tasks import Question, get_tasks
 
+TASK = get_tasks("easy_vqa")[0]
+SPEED = Speed(asked=4, seconds=2.0)
 
-def make_evaluation() -> Evaluation:
-    task = get_tasks("easy_vqa")[0]
+
+def make_samples() -> list[Sample]:
     samples = []
     for number, (kind, parsed, score) in enumerate(
         [
@@ -24,65 +27,83 @@ def make_evaluation() -> Evaluation:
         ]
     ):
         question = Question(f"r#{number}", [], ["a"], kind)
-        answer = Answer(parsed, parsed + "<|im_end|>", "<|image_pad|>*4q?", 10, 2)
-        samples.append(Sample(question, answer, parsed, score))
-    ratios = RatioMeter({"image": 40, "text": 20}, {"image": 10, "text": 20})
-    return Evaluation(task, samples, ratios, seconds=2.0)
+        tokens, concepts = {"image": 10, "text": 5}, {"image": 5, "text": 5}
+        raw = parsed + "<|im_end|>"
+        reply = Reply(parsed, raw, "<|image_pad|>*4q?", 10, 2, tokens, concepts)
+        samples.append(Sample(question, reply, parsed, score))
+    return samples
+
+
+def printed(results) -> str:
+    output = io.StringIO()
+    print_report(results, Console(file=output, width=100))
+    return output.getvalue()
 
 
 def test_summary_counts_every_sample():
-    results = summarise(make_evaluation())
-    assert (results["count"], results["right"], results["accuracy"]) == (4, 3, 0.75)
+    results = summarise(TASK, make_samples(), SPEED)
+    assert (results["count"], results["figures"]["accuracy"]["value"]) == (4, 0.75)
     assert sum(part["count"] for part in results["by_kind"].values()) == 4
-    assert results["by_kind"]["yes/no"]["accuracy"] == 0.5
+    assert results["by_kind"]["yes/no"]["figures"]["accuracy"]["value"] == 0.5
     assert results["empty_answers"] == 1
-    assert results["ratio"] == 2.0
-    assert results["ratio_by_modality"] == {"image": 4.0, "text": 1.0}
-    assert results["questions_per_second"] == 2.0
-    assert results["prompt_tokens_per_second"] == 20.0
+    assert results["ratio"] == 1.5
+    assert results["ratio_by_modality"] == {"image": 2.0, "text": 1.0}
+    assert results["speed"]["questions_per_second"] == 2.0
+    assert results["speed"]["prompt_tokens_per_second"] == 20.0
+
+
+def test_every_number_has_its_interval():
+    results = summarise(TASK, make_samples(), SPEED)
+    for part in (results, *results["by_kind"].values()):
+        for figure in part["figures"].values():
+            low, high = figure["interval_95"]
+            assert low <= figure["value"] <= high
+            assert low < high
 
 
 def test_report_says_what_is_no_official_score():
-    output = io.StringIO()
-    print_report(summarise(make_evaluation()), Console(file=output, width=100))
-    printed = output.getvalue()
-    assert "75.00 %" in printed
-    assert "tokens per concept: all 2.00, image 4.00, text 1.00" in printed
-    assert "4 of the 9673 official questions" in printed
-    assert "1 answers are empty" in printed
+    text = printed(summarise(TASK, make_samples(), SPEED))
+    assert "75.00 %" in text
+    assert "tokens per concept: all 1.50, image 2.00, text 1.00" in text
+    assert "4 of the 9673 official questions" in text
+    assert "1 answers are empty" in text
+    assert "earlier start" not in text
+
+
+def test_report_says_what_was_not_asked_anew():
+    text = printed(summarise(TASK, make_samples(), Speed(asked=0, seconds=0.1)))
+    assert "4 of 4 replies are from an earlier start" in text
+    assert "a second" not in text
+
+
+def test_figures_that_are_no_shares_and_no_figures_at_all_are_printed():
+    def metrics(samples):
+        return {"total": 100.0 * len(samples), "precision": float("nan")}
+
+    task = dataclasses.replace(TASK, metrics=metrics)
+    results = summarise(task, make_samples(), SPEED)
+    assert results["figures"]["precision"] == {"value": None, "interval_95": None}
+    assert "400.00" in printed(results)
 
 
 def test_ratio_without_tokens_is_none_not_a_division_by_zero():
-    assert RatioMeter().ratio() is None
+    samples = [
+        dataclasses.replace(sample, reply=Reply("", "", "", 0, 0)) for sample in make_samples()
+    ]
+    assert summarise(TASK, samples, SPEED)["ratio"] is None
 
 
 def test_results_are_json(tmp_path):
-    results = summarise(make_evaluation())
+    results = summarise(TASK, make_samples(), SPEED)
     assert json.loads(write_results(tmp_path / "new", results).read_text()) == results
 
 
-def test_a_file_that_was_not_finished_is_not_there(tmp_path):
-    path = tmp_path / "samples.jsonl"
-
-    def fail_half_way():
-        with written_whole(path) as file:
-            file.write("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        fail_half_way()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_older_file_survives_a_failed_write(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    path.write_text("old")
-
-    def fail_half_way():
-        with written_whole(path) as file:
-            file.write("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        fail_half_way()
-    assert path.read_text() == "old"
+def test_a_file_that_cannot_be_written_leaves_the_older_one(tmp_path):
+    samples = make_samples()
+    path = write_samples(tmp_path, samples)
+    before = path.read_text()
+    broken = dataclasses.replace(samples[0].question, details={"no": object()})
+    with pytest.raises(TypeError):
+        write_samples(tmp_path, [dataclasses.replace(samples[0], question=broken)])
+    assert path.read_text() == before
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,173 @@
+"""One evaluation from arguments to files: what `python -m eval` does behind its parser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import conceptmoe_vl
+from conceptmoe_vl.asking import check_model_folder, check_reachable, load_pretrained
+from conceptmoe_vl.errors import UserError
+from eval.processes import World, joined
+from eval.replies import ReplyStore, checksum, folder_checksum
+from eval.report import Speed, print_report, summarise, write_results, write_samples
+from eval.runner import Asked, Sample, ask, to_sample
+from eval.tasks import Question, Task, get_tasks
+
+_LIBRARIES = ("torch", "transformers", "timm", "numpy", "tokenizers")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all tasks of an evaluation share.
+
+    Fields:
+        identity: what an answer depends on beside its question; JSON.
+    """
+
+    arguments: argparse.Namespace
+    world: World
+    model: Any
+    processor: Any
+    output: Path
+    identity: dict[str, Any]
+
+
+def default_output(model: Path) -> Path:
+    """`RUN/eval` for a run's own model; other people's folders are left alone."""
+    model = model.resolve()
+    if (model.parent / "metrics.jsonl").is_file():
+        return model.parent / "eval"
+    return Path("eval_results") / model.name
+
+
+def evaluate_tasks(arguments: argparse.Namespace) -> None:
+    """Evaluates every task that the arguments name, in all processes of the launcher.
+
+    Raises:
+        UserError: an argument, the data or the model cannot be used, or a question not be asked.
+    """
+    for name in ("batch_size", "limit"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
+    with joined() as world:
+        # What can be refused without the seconds that a model takes to load is refused first.
+        tasks = get_tasks(arguments.tasks)
+        check_model_folder(arguments.model)
+        questions = {task.name: _questions(task, arguments) for task in tasks}
+        model, processor = load_pretrained(arguments.model, world.device(arguments.device))
+        check_reachable(model, arguments.compression)
+        output = arguments.output or default_output(Path(arguments.model))
+        identity = _identity(model, arguments, world)
+        run = _Run(arguments, world, model, processor, Path(output), identity)
+        for task in tasks:
+            _evaluate_task(task, questions[task.name], run)
+
+
+def _questions(task: Task, arguments: argparse.Namespace) -> Sequence[Question]:
+    questions = task.load(Path(arguments.data or task.default_data))[: arguments.limit]
+    if not questions:
+        raise UserError(f"task '{task.name}' has no questions; name its data with --data")
+    keys = {question.key for question in questions}
+    if len(keys) != len(questions):
+        raise UserError(
+            f"task '{task.name}': {len(questions) - len(keys)} questions have the key of another "
+            "one; give each its own"
+        )
+    return questions
+
+
+def _identity(model: Any, arguments: argparse.Namespace, world: World) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    values = {
+        "model_checksum": folder_checksum(Path(arguments.model)) if world.is_main else None,
+        "code_checksum": folder_checksum(Path(conceptmoe_vl.__file__).parent, "**/*.py"),
+        "compression": arguments.compression,
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": {"conceptmoe-vl": conceptmoe_vl.__version__, **versions},
+    }
+    return world.share(values)
+
+
+def _evaluate_task(task: Task, questions: Sequence[Question], run: _Run) -> None:
+    world, arguments = run.world, run.arguments
+    folder = run.output / "replies" / checksum(run.identity)[:16]
+    mine = questions[world.rank :: world.size]
+    store = ReplyStore(folder, world.rank, reuse=not arguments.no_cache)
+    errors = Console(stderr=True)
+    shown = world.is_main and errors.is_terminal
+    with Progress(console=errors, disable=not shown) as progress:
+        bar = progress.add_task(task.name, total=len(mine))
+        asked = ask(
+            run.model,
+            run.processor,
+            task,
+            mine,
+            arguments.batch_size,
+            store,
+            arguments.compression,
+            lambda count: progress.advance(bar, count),
+        )
+    store.close()
+    parts = world.gather(asked)
+    if world.is_main:
+        _write(task, questions, parts, run)
+
+
+def _write(task: Task, questions: Sequence[Question], parts: list[Asked], run: _Run) -> None:
+    """Samples and results of all processes: rank r asked the questions r, r + size, …"""
+    size = len(parts)
+    samples = [
+        to_sample(task, question, parts[number % size].replies[number // size])
+        for number, question in enumerate(questions)
+    ]
+    keys = [parts[number % size].keys[number // size] for number in range(len(questions))]
+    speed = Speed(sum(part.new for part in parts), max(part.seconds for part in parts))
+    results = summarise(task, samples, speed) | {
+        "settings": _settings(task, samples, keys, run),
+        "run": _run_settings(run),
+    }
+    folder = run.output / task.name
+    lines = write_samples(folder, samples)
+    path = write_results(folder, results)
+    print_report(results, Console())
+    print(f"results: {path}\nevery prompt and answer: {lines}")
+
+
+def _settings(
+    task: Task, samples: Sequence[Sample], keys: Sequence[str], run: _Run
+) -> dict[str, Any]:
+    """All that the figures depend on."""
+    asked = [
+        [key, sample.question.key, list(sample.question.references), dict(sample.question.details)]
+        for key, sample in zip(keys, samples, strict=True)
+    ]
+    return {
+        "model": str(run.arguments.model),
+        "data": str(run.arguments.data or task.default_data),
+        "data_checksum": checksum(asked),
+        "limit": run.arguments.limit,
+        "max_new_tokens": task.max_new_tokens,
+        "stop": list(task.stop),
+        **run.identity,
+    }
+
+
+def _run_settings(run: _Run) -> dict[str, Any]:
+    """What changes the speed alone."""
+    return {
+        "batch_size": run.arguments.batch_size,
+        "processes": run.world.size,
+        "threads": torch.get_num_threads(),
+        "device": str(run.model.device),
+    }
