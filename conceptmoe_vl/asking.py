@@ -155,12 +155,8 @@ def answer_conversations(
             compression.
     """
     check_reachable(model, compression)
-    if model.config.vision is None and any(
-        _has_image(conversation) for conversation in conversations
-    ):
-        raise UserError(
-            "this model takes no images (its configuration has vision: null); ask in words alone"
-        )
+    for conversation in conversations:
+        check_images(model, conversation)
     inputs = processor.apply_chat_template(
         list(conversations),
         add_generation_prompt=True,
@@ -175,7 +171,10 @@ def answer_conversations(
     start = inputs["input_ids"].shape[1]
     prompt_mask = inputs["attention_mask"].bool().cpu()
     rows = zip(ids.cpu(), prompt_mask, strict=True)
-    return [_to_answer(row[:start][mask], row[start:], model, processor) for row, mask in rows]
+    return [
+        make_answer(row[:start][mask].tolist(), row[start:].tolist(), model, processor)
+        for row, mask in rows
+    ]
 
 
 def check_reachable(model: Any, compression: float | None) -> None:
@@ -190,6 +189,14 @@ def check_reachable(model: Any, compression: float | None) -> None:
         raise UserError(str(error)) from error
 
 
+def check_images(model: Any, messages: list[dict]) -> None:
+    """Raises `UserError` where a text-only model is shown an image."""
+    if model.config.vision is None and _has_image(messages):
+        raise UserError(
+            "this model takes no images (its configuration has vision: null); ask in words alone"
+        )
+
+
 def _has_image(messages: list[dict]) -> bool:
     contents = (message["content"] for message in messages)
     return any(
@@ -200,23 +207,41 @@ def _has_image(messages: list[dict]) -> bool:
     )
 
 
-def _to_answer(prompt: torch.Tensor, generated: torch.Tensor, model: Any, processor: Any) -> Answer:
+def make_answer(
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    model: Any,
+    processor: Any,
+    stop: Sequence[str] = (),
+) -> Answer:
+    """The answer that generated tokens are.
+
+    Args:
+        prompt: ids without padding. generated: ids behind it; what follows an end mark is padding.
+        stop: the text ends before the first of these strings.
+    """
     tokenizer = processor.tokenizer
-    generated = _up_to_end(generated, model.generation_config.eos_token_id)
+    generated = up_to_end(generated, end_ids(model))
+    text = tokenizer.decode(generated, skip_special_tokens=True)
     return Answer(
-        text=tokenizer.decode(generated, skip_special_tokens=True).strip(),
+        text=min((text.split(mark)[0] for mark in stop), key=len, default=text).strip(),
         raw=tokenizer.decode(generated, skip_special_tokens=False),
-        prompt=_readable_prompt(prompt.tolist(), tokenizer, model.config.image_token_id),
-        prompt_tokens=prompt.numel(),
-        answer_tokens=generated.numel(),
+        prompt=_readable_prompt(list(prompt), tokenizer, model.config.image_token_id),
+        prompt_tokens=len(prompt),
+        answer_tokens=len(generated),
     )
 
 
-def _up_to_end(generated: torch.Tensor, end_ids: int | list[int] | None) -> torch.Tensor:
-    """The tokens up to the first end mark, itself included; what follows in the row is padding."""
-    ends = torch.tensor([] if end_ids is None else end_ids, dtype=generated.dtype).reshape(-1)
-    found = torch.isin(generated, ends).nonzero()
-    return generated[: int(found[0]) + 1] if found.numel() else generated
+def end_ids(model: Any) -> frozenset[int]:
+    """The ids that end an answer."""
+    ids = model.generation_config.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def up_to_end(generated: Sequence[int], ends: frozenset[int]) -> list[int]:
+    """The tokens up to the first end mark, itself included."""
+    found = next((n for n, token in enumerate(generated, start=1) if token in ends), None)
+    return list(generated[:found])
 
 
 def _readable_prompt(ids: list[int], tokenizer: Any, image_token_id: int | None) -> str:

@@ -9,7 +9,10 @@ padding here, and the concept level of a row grows only when one of its boundari
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +25,12 @@ from conceptmoe_vl.layout import PackedLayout
 # A grown buffer has room for a quarter more: every entry is copied four times at most on average,
 # and no prefill is copied by the first step behind it.
 _FIRST_CAPACITY, _SPARE = 64, 0.25
+# The stores of a cache and the lengths of their rows.
+_LEVELS = {
+    "encoder": "token_lengths",
+    "concept": "concept_lengths",
+    "decoder": "token_lengths",
+}
 
 
 class KeyValueStore:
@@ -55,7 +64,7 @@ class KeyValueStore:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is not None and needed <= capacity:
             return
-        capacity = needed + max(int(needed * _SPARE), _FIRST_CAPACITY)
+        capacity = _roomy(needed)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = like.new_zeros(rows, like.shape[1], capacity, like.shape[2])
@@ -66,6 +75,26 @@ class KeyValueStore:
     def select(self, index: Tensor) -> None:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[index], self.values[index]
+
+    def gather(self, parts: Sequence[tuple[KeyValueStore, int, int]]) -> None:
+        """Becomes rows of several stores of the same layer, its own among them.
+
+        Args:
+            parts: for each new row the store, the row in it, and how many positions it holds.
+        """
+        filled = [(target, *part) for target, part in enumerate(parts) if part[2]]
+        if not filled:
+            self.keys = self.values = None
+            return
+        capacity = _roomy(max(length for *_, length in filled))
+        made = []
+        for name in ("keys", "values"):
+            like = getattr(filled[0][1], name)
+            new = like.new_zeros(len(parts), like.shape[1], capacity, like.shape[3])
+            for target, store, row, length in filled:
+                new[target, :, :length] = getattr(store, name)[row, :, :length]
+            made.append(new)
+        self.keys, self.values = made
 
     @property
     def bytes(self) -> int:
@@ -78,6 +107,11 @@ class KeyValueStore:
         if self.keys is None:
             return 0
         return 2 * positions * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
+
+
+def _roomy(needed: int) -> int:
+    """Positions that a buffer for this many has."""
+    return needed + max(int(needed * _SPARE), _FIRST_CAPACITY)
 
 
 class ConceptCache(Cache):
@@ -175,12 +209,58 @@ class ConceptCache(Cache):
         chosen = indices.tolist()
         if chosen == list(range(len(self.token_lengths))):
             return
+        self._select(indices)
+
+    def _select(self, indices: Tensor) -> None:
+        chosen = indices.tolist()
         self.journal.clear()
         self.token_lengths = tuple(self.token_lengths[i] for i in chosen)
         self.concept_lengths = tuple(self.concept_lengths[i] for i in chosen)
         for store in self._stores():
             store.select(indices)
         self.chunk.select(indices)
+
+    def join(self, other: ConceptCache, keep: Sequence[int] | None = None) -> None:
+        """Puts the rows of another cache behind one's own; it changes no row.
+
+        Buffers become as long as the longest row then needs. Calls before it cannot be taken back.
+
+        Args:
+            other: filled by the same model; it stays as it is.
+            keep: own rows that stay, in their new order; None: all.
+
+        Raises:
+            ValueError: one of the two holds no rows, or the models have different layers.
+        """
+        if not self.token_lengths or not other.token_lengths:
+            raise ValueError("a cache without rows cannot be joined; take the other one alone")
+        rows = range(len(self.token_lengths)) if keep is None else keep
+        for level, lengths in _LEVELS.items():
+            mine, theirs = getattr(self, level), getattr(other, level)
+            if len(mine) != len(theirs):
+                raise ValueError(
+                    f"the caches have {len(mine)} and {len(theirs)} {level} layers; join caches of "
+                    "one model"
+                )
+            own, new = getattr(self, lengths), getattr(other, lengths)
+            for store, their in zip(mine, theirs, strict=True):
+                parts = [(store, row, own[row]) for row in rows]
+                store.gather([*parts, *((their, row, length) for row, length in enumerate(new))])
+        self.chunk.join(other.chunk, torch.tensor(rows, dtype=torch.int64, device=self._device))
+        for lengths in set(_LEVELS.values()):
+            own = getattr(self, lengths)
+            setattr(self, lengths, (*(own[row] for row in rows), *getattr(other, lengths)))
+        self.padded_length = max(self.padded_length, other.padded_length)
+        self.journal.clear()
+
+    def rows(self, indices: Sequence[int]) -> ConceptCache:
+        """A cache of its own of some rows, each as often as it is named."""
+        chosen = copy.copy(self)
+        for level in _LEVELS:
+            setattr(chosen, level, [copy.copy(store) for store in getattr(self, level)])
+        chosen.chunk, chosen.journal = dataclasses.replace(self.chunk), Journal()
+        chosen._select(torch.tensor(indices, dtype=torch.int64, device=self._device))
+        return chosen
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last columns back from every row, exactly, as if they had never been given.

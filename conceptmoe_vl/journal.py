@@ -49,6 +49,23 @@ class ChunkState:
         if self.smoothed_GD is not None:
             self.smoothed_GD = self.smoothed_GD[index]
 
+    def join(self, other: ChunkState, keep: Tensor) -> None:
+        """Chosen rows, and behind them those of another state of the same model."""
+        self.last_key_GD = _behind(self.last_key_GD, other.last_key_GD, keep)
+        self.smoothed_GD = _behind(self.smoothed_GD, other.smoothed_GD, keep)
+        mine, theirs = self.open_chunks, other.open_chunks
+        if mine is not None and theirs is not None:
+            self.open_chunks = OpenChunks(
+                torch.cat((mine.sum_GD[keep], theirs.sum_GD)),
+                torch.cat((mine.count_G[keep], theirs.count_G)),
+            )
+
+
+def _behind(first: Tensor | None, second: Tensor | None, keep: Tensor) -> Tensor | None:
+    if first is None or second is None:  # a model that has no such state has it in no cache
+        return None
+    return torch.cat((first[keep], second))
+
 
 @dataclasses.dataclass(frozen=True)
 class CallRecord:

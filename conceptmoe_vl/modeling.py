@@ -161,6 +161,7 @@ class ConceptMoEVLForConditionalGeneration(
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_logits: bool | None = None,
+        return_states: bool = False,
         compression: float | None = None,
         filler: bool = False,
         **unused: Any,
@@ -181,6 +182,7 @@ class ConceptMoEVLForConditionalGeneration(
             cache, past_key_values: the cache, under its new and its old name in transformers.
             logits_to_keep: last columns of each row that get logits; 0: all.
             return_logits: whether logits are made; None: unless training with labels.
+            return_states: whether the states that the head reads are given out.
             compression: wanted tokens per concept of this call; None: what the model was trained
                 for.
             filler: the batch only keeps this rank in step with others: it enters no statistic of
@@ -209,6 +211,8 @@ class ConceptMoEVLForConditionalGeneration(
         statistics = not step or labels is not None or torch.is_grad_enabled()
         states = self.language_model(x_TD, packed.layout, kinds, cache, compression, statistics)
         output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
+        if return_states:
+            output.states = states.hidden_TD
         if statistics:
             self._add_losses(
                 output, states, packed, kinds.image_T, labels, num_items_in_batch, filler

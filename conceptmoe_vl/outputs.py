@@ -44,6 +44,7 @@ class ConceptMoEVLOutput(ModelOutput):
             expert_load and router_entropy.
         logits: `[B, N, V]`, or `[T, V]` for packed inputs; None in training unless asked for.
         cache: the two-level cache. chunks: the chunking.
+        states: `[T, D]` what the head reads, in the packed order; None unless asked for.
         lm_loss_per_token: `[S]` detached losses of the supervised tokens; supervised_positions:
             `[S]` their indices in the packed order.
         expert_load: share of slots `[executed layers, E]` by stage: encoder, concept, decoder.
@@ -59,6 +60,7 @@ class ConceptMoEVLOutput(ModelOutput):
     router_z_loss: Tensor | None = None
     cache: ConceptCache | None = None
     chunks: ChunkOutput | None = None
+    states: Tensor | None = None
     lm_loss_per_token: Tensor | None = None
     supervised_positions: Tensor | None = None
     expert_load: dict | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -153,6 +154,27 @@ class ConceptMoEVLProcessor(ProcessorMixin):
         ids, labels = self._prompts().build(turns, counts, add_generation_prompt)
         return EncodedSample(ids, labels, images)
 
+    def encode_text(self, text: str, images: Sequence[Any] = ()) -> EncodedSample:
+        """A text that a chat template has already rendered: special tokens count.
+
+        Args:
+            images: one for each `<|image_pad|>` of the text; processed ones are taken as they are.
+
+        Raises:
+            ValueError: image marks and images differ in number.
+            ImageError: a picture cannot be decoded.
+        """
+        processed = [
+            image if isinstance(image, ProcessedImage) else self.image_processor.process(image)
+            for image in images
+        ]
+        ids = self._prompts().from_text(text, [image.num_tokens for image in processed])
+        return EncodedSample(ids, [IGNORED] * len(ids), processed)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of text in which nothing has a special meaning, as answers are tokenised."""
+        return list(self._prompts().stretch_ids(text))
+
     def _process(self, picture: Picture) -> ProcessedImage:
         if picture.image is None:
             raise MessageError(
@@ -241,18 +263,20 @@ class ConceptMoEVLProcessor(ProcessorMixin):
         if text is None:
             return self.image_processor(images if images is not None else [])
         texts = [text] if isinstance(text, str) else list(text)
-        processed = [self.image_processor.process(image) for image in _flat(images)]
+        shown = _flat(images)
         marks = [entry.count(IMAGE) for entry in texts]
-        if sum(marks) != len(processed):
+        if sum(marks) != len(shown):
             raise ValueError(
-                f"the texts hold {sum(marks)} {IMAGE}, but {len(processed)} images are given; "
+                f"the texts hold {sum(marks)} {IMAGE}, but {len(shown)} images are given; "
                 "use one each"
             )
-        ids, start = [], 0
-        for entry, count in zip(texts, marks, strict=True):
-            tokens = [image.num_tokens for image in processed[start : start + count]]
-            ids.append(self._prompts().from_text(entry, tokens))
-            start += count
+        starts = itertools.accumulate(marks, initial=0)
+        samples = [
+            self.encode_text(entry, shown[start : start + count])
+            for entry, start, count in zip(texts, starts, marks, strict=False)
+        ]
+        ids = [sample.input_ids for sample in samples]
+        processed = [image for sample in samples for image in sample.images]
         return self._to_batch(ids, processed, return_tensors, padding)
 
     def _to_batch(

@@ -9,6 +9,7 @@ import torch
 from conceptmoe_vl import ConceptMoEVLConfig, ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.processing import build_processor
 from conceptmoe_vl.tokenizing import IMAGE, IMAGE_END, IMAGE_START, TURN_END, train_tokenizer
+from tests.tiny import randomize
 
 _TEXTS = ("what is the color of the shape?", "is there a circle?", "what shape is it?", "red", "no")
 _TEXT = {
@@ -31,10 +32,18 @@ _VISION = {
 }
 
 
-def save_model_folder(folder: Path, vision: bool = True, seed: int = 0, **fields) -> Path:
+def save_model_folder(
+    folder: Path,
+    vision: bool = True,
+    seed: int = 0,
+    chunk: dict | None = None,
+    lively: bool = False,
+    **fields,
+) -> Path:
     """Writes weights, configuration, processor and generation settings; returns the folder.
 
     Args:
+        chunk: the chunk section. lively: weights large enough for the answers to differ.
         fields: of the vision section.
     """
     torch.manual_seed(seed)
@@ -50,12 +59,14 @@ def save_model_folder(folder: Path, vision: bool = True, seed: int = 0, **fields
     }
     config = ConceptMoEVLConfig(
         text={**_TEXT, "vocab_size": len(tokenizer)},
-        chunk={"image_mode": "grid", "init": "random"},
+        chunk=chunk or {"image_mode": "grid", "init": "random"},
         vision={**_VISION, **fields} if vision else None,
         pad_token_id=tokenizer.pad_token_id,
         **ids,
     )
     model = ConceptMoEVLForConditionalGeneration(config)
+    if lively:
+        randomize(model, seed)
     model.save_pretrained(folder)
     build_processor(config, tokenizer).save_pretrained(folder)
     return folder
