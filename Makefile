@@ -11,7 +11,7 @@ CONFIG ?= configs/easy_vqa.yaml
 PROCESSES ?= $(shell command -v nvidia-smi > /dev/null && echo 1 || echo 2)
 QUESTION ?= what is the color of the shape?
 PYTEST_ARGS ?= -n 2 --dist loadfile
-LINTED := conceptmoe_vl data_pipelines eval bench tests conceptmoe_vl_runtime.py demo.py train.py
+LINTED := conceptmoe_vl data_pipelines eval bench tests conceptmoe_vl_runtime.py conceptmoe_vl_launch.py demo.py train.py
 
 BIN := .venv/bin
 # DeepSpeed and torch look for ninja on the path; the tests run two processes on two cores.
@@ -51,7 +51,7 @@ $(DATA)/manifest.json: | .venv/.quickstart
 
 # The same command again resumes a training that was stopped, and ends at once after a whole one.
 train: .venv/.quickstart $(DATA)/manifest.json
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) train.py --config $(CONFIG) run_dir=$(RUN) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m conceptmoe_vl_launch --standalone --nproc_per_node $(PROCESSES) train.py --config $(CONFIG) run_dir=$(RUN) \
 		training.gradient_accumulation_steps=$$((2 / $(PROCESSES)))
 
 eval: train

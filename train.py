@@ -1,9 +1,9 @@
 """Trains a model.
 
-    python train.py --config configs/easy_vqa.yaml [key=value ...]      one process
-    torchrun --nproc_per_node 2 train.py --config ...                   several, CPU (gloo) or GPU
-    (nccl) deepspeed train.py --config ...                                     several GPUs and
-    nodes
+    python train.py --config configs/easy_vqa.yaml [key=value ...]                one process
+    python -m conceptmoe_vl_launch --nproc_per_node 2 train.py --config ...       several
+    deepspeed --hostfile hosts train.py --config ...                              and machines
+    sbatch configs/slurm/train.sbatch --config ...                                on SLURM
 
 A run writes one folder (see docs/training.md); the same command again resumes it.
 """
@@ -33,6 +33,7 @@ from conceptmoe_vl.training.build import (
     prepare_processor,
     require_same_model,
 )
+from conceptmoe_vl.training.peers import LOST_STATUS
 from data_pipelines.config import DataConfig
 from data_pipelines.opening import iter_source_texts
 from data_pipelines.stream import PackedStream, build_stream
@@ -129,12 +130,13 @@ def train(arguments: list[str] | None = None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`train`, with a user's mistakes as one line and the process group left in any case."""
+    """`train`, with mistakes and lost ranks as one line and the process group left in any case."""
     try:
         return train(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        if not distributed.report_failure(error):
+            raise
+        return 2 if isinstance(error, UserError) else LOST_STATUS
     finally:
         distributed.stop()
 

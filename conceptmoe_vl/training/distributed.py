@@ -1,7 +1,7 @@
 """Processes of a run: starting and ending the process group, small exchanges between ranks.
 
-Launchers (`torchrun`, `deepspeed`, SLURM scripts that export the same names) set RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them the run is one process and needs no port.
+Launchers (`torchrun`, `deepspeed`, SLURM's `srun`) say which process this is
+(`launch_environment`); without one the run is one process and needs no port.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import importlib.util
 import logging
 import os
 import shutil
+import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ import torch
 import torch.distributed as dist
 
 from conceptmoe_vl.errors import UserError
+
+from .launch_environment import bind_gloo, complete_environment, own_address, read_number
+from .peers import Peers, is_lost_connection, one_line
+
+_peers: Peers | None = None  # of this process, as torch's process group is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +43,6 @@ class World:
         return self.rank == 0
 
 
-def _read_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise UserError(f"environment variable {name} is {text!r}; launchers set it to a number")
-    return int(text)
-
-
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this process for `auto`, `cpu` or `cuda`.
 
@@ -56,7 +56,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         )
     if name == "cpu" or not available:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank)
+    # A launcher may show each process its own GPU alone.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def require_deepspeed(device: torch.device) -> Any:
@@ -132,10 +133,11 @@ def start(
         UserError: missing parts of DeepSpeed, a missing device, or many processes under the torch
             engine.
     """
+    complete_environment(os.environ)
     rank, size, local_rank = (
-        _read_number("RANK", 0),
-        _read_number("WORLD_SIZE", 1),
-        _read_number("LOCAL_RANK", 0),
+        read_number("RANK", 0),
+        read_number("WORLD_SIZE", 1),
+        read_number("LOCAL_RANK", 0),
     )
     device = choose_device(device_name, local_rank)
     if threads:
@@ -152,23 +154,79 @@ def start(
         return world
     deepspeed = require_deepspeed(device)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(minutes=timeout_minutes)
-        if size == 1:
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
-        else:
-            dist.init_process_group(backend, timeout=timeout)
+        _join(world, datetime.timedelta(minutes=timeout_minutes))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return world
+
+
+def _join(world: World, timeout: datetime.timedelta) -> None:
+    """Makes the process group, and the watch over its ranks.
+
+    Raises:
+        UserError: the other ranks have not come in time.
+    """
+    global _peers
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    if world.size == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+        store: Any = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    address = own_address()
+    bind_gloo(address)
+    host, port = (os.environ.get(name, "unset") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("process_group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+        )
+        places = gather_objects(f"{socket.gethostname()}, {address}")
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"rank {world.rank} of {world.size} ({address}) has not met the others at "
+            f"{host}:{port} within {timeout.total_seconds():g} s ({one_line(error)}); look whether "
+            "all have started and whether the network lets them through (GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME names the interface)"
+        ) from error
+    watched = dist.PrefixStore("peers", store.clone())  # a connection of its own
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = host if is_launchers else None
+    _peers = Peers(watched, keeper, world.rank, places, timeout.total_seconds())
+
+
+def report_failure(error: BaseException) -> bool:
+    """Tells the other ranks what this one ended with, and says in one line what happened.
+
+    Returns:
+        Whether the line is all there is to say: the error is a user's, or others' failure has
+        reached this rank in a collective. Otherwise it is a defect, whose traceback is wanted.
+    """
+    is_lost = is_lost_connection(error) and _peers is not None
+    line: str | None = one_line(error)
+    if _peers is not None:
+        line = _peers.report(error)
+    if not is_lost and not isinstance(error, UserError):
+        return False
+    if line is not None:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    return True
 
 
 def stop() -> None:
     """Leaves the process group. Without this, gloo processes sometimes abort at exit after all
     is done.
     """
+    global _peers
+    if _peers is not None:
+        _peers.stop()
+        _peers = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -56,8 +56,8 @@ def write_shard(path, samples: int) -> None:
             add_member(tar, f"s{number:04d}.json", json.dumps(record).encode())
 
 
-@pytest.fixture
-def config_file(tmp_path):
+def write_config(tmp_path: Path) -> Path:
+    """A run of a tiny model on shards of 24 samples, by plain torch."""
     write_shard(tmp_path / "train-000000.tar", 24)
     values = {
         "run_dir": str(tmp_path / "run"),
@@ -86,6 +86,11 @@ def config_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    return write_config(tmp_path)
 
 
 @pytest.fixture(autouse=True)
