@@ -248,16 +248,24 @@ class ConceptMoEVLForConditionalGeneration(
                     "pixel_values and image_grid_hw belong together; "
                     "build inputs with the processor"
                 )
-            return x_TD + self._absent_images() if self._must_run_vision() else x_TD
+            return x_TD + self._absent_images() if self._must_run_vision(x_TD) else x_TD
         features_PD = self.projector(self.vision(pixel_values, grids, patch_coord, patch_valid))
         where = image_T.nonzero().squeeze(1)
         return x_TD.index_copy(0, where, features_PD.to(x_TD.dtype))
 
-    def _must_run_vision(self) -> bool:
-        """Whether another rank may run the vision path now: collectives of this rank must match."""
+    def _must_run_vision(self, x_TD: Tensor) -> bool:
+        """Whether a batch without images runs the vision path on a minimal one.
+
+        It must where another rank may run it now, because collectives have to match; and where
+        nothing but the vision path may be trained, because a loss without gradient has no backward.
+        """
+        path = (*self.vision.parameters(), *self.projector.parameters())
+        learns = self.training and torch.is_grad_enabled()
+        if learns and not x_TD.requires_grad and any(p.requires_grad for p in path):
+            return True
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return False
-        partitioned = hasattr(next(self.vision.parameters()), "ds_id")
+        partitioned = hasattr(path[0], "ds_id")
         return self.training or partitioned
 
     def _absent_images(self) -> Tensor:

@@ -29,6 +29,7 @@ from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
 
 PARTS = ("vision", "projector", "chunk", "experts", "embedding", "rest")
+LAYER_STACKS = ("vision", "encoder", "concept", "decoder")
 
 
 @dataclasses.dataclass
@@ -93,6 +94,9 @@ class TrainingConfig:
         part_learning_rates: peak rates of single parts, by name: vision, projector, chunk, experts,
             embedding, rest; the others take `learning_rate`.
         freeze: parts that are not trained.
+        freeze_layers: layers that are not trained, counted from 0, by stack (vision, encoder,
+            concept, decoder): a number N is the first N, `[first, last]` a range with both ends.
+            The first N of vision take the patch embedding along.
         weight_decay: on matrices alone (not on norms, biases and embeddings).
         betas, epsilon: of AdamW.
         gradient_clipping: largest norm of the whole gradient; 0 does not clip.
@@ -132,6 +136,7 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     part_learning_rates: dict = dataclasses.field(default_factory=dict)
     freeze: list = dataclasses.field(default_factory=list)
+    freeze_layers: dict = dataclasses.field(default_factory=dict)
     weight_decay: float = 0.1
     betas: list = dataclasses.field(default_factory=lambda: [0.9, 0.95])
     epsilon: float = 1e-8
@@ -203,6 +208,13 @@ class TrainingConfig:
         )
         _require_known(self.part_learning_rates, PARTS, "training.part_learning_rates")
         _require_known(self.freeze, PARTS, "training.freeze")
+        _require_known(self.freeze_layers, LAYER_STACKS, "training.freeze_layers")
+        for stack, layers in self.freeze_layers.items():
+            _require(
+                layer_range(layers) is not None,
+                f"training.freeze_layers.{stack} is {layers!r}; give the number of first layers, "
+                "or [first, last]",
+            )
         status = self.stopped_exit_status
         _require(
             status is None or 1 <= status <= 255,
@@ -216,6 +228,15 @@ class TrainingConfig:
         )
         _require_known(self.loggers, LOGGERS, "training.loggers")
         _require_known(self.logger_options, self.loggers, "training.logger_options")
+
+
+def layer_range(layers: Any) -> tuple[int, int] | None:
+    """First and last of the layers that a value of `freeze_layers` means; None: it means none."""
+    first, last = layers if isinstance(layers, list) and len(layers) == 2 else (0, layers)
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in (first, last)):
+        return None
+    last = last if isinstance(layers, list) else last - 1
+    return (first, last) if 0 <= first <= last else None
 
 
 @dataclasses.dataclass

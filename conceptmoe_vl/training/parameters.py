@@ -57,26 +57,6 @@ class PartSummary:
     learning_rate: float
 
 
-def freeze_parts(model: nn.Module, parts: list[str]) -> None:
-    """Ends training of the named parts.
-
-    Raises:
-        UserError: a part has no parameters in this model, or nothing is left to train.
-    """
-    for part in parts:
-        chosen = [
-            parameter for name, parameter in model.named_parameters() if part_of(name) == part
-        ]
-        if not chosen:
-            raise UserError(
-                f"training.freeze names '{part}', but this model has no such parameters"
-            )
-        for parameter in chosen:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"training.freeze {parts} leaves nothing to train")
-
-
 def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict]:
     """AdamW's groups: one for every part and kind of weight decay that has parameters.
 
@@ -123,12 +103,6 @@ def summarise_parts(model: nn.Module, config: TrainingConfig) -> Iterator[PartSu
 
 def _size(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
-
-
-def recompute_layers(model: nn.Module) -> None:
-    """Switches activation checkpointing on, under the name of either transformers version."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()
 
 
 class GuardedAdamW(torch.optim.AdamW):

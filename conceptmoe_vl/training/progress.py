@@ -20,7 +20,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from .config import TrainingConfig
 from .parameters import PartSummary
+from .preparing import describe_frozen_layers
 
 _QUIET_INTERVAL = 30.0  # seconds between two lines when the output is no terminal
 
@@ -53,9 +55,9 @@ class Reporter:
         """One line, above the bar if there is one."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def show_parts(self, parts: Iterable[PartSummary], engine: str) -> None:
+    def show_parts(self, parts: Iterable[PartSummary], config: TrainingConfig) -> None:
         """The table at a run's start: part, parameters, trained ones, peak rate."""
-        table = Table(title=f"trained by {engine}", title_justify="left")
+        table = Table(title=f"trained by {config.engine}", title_justify="left")
         for name in ("part", "parameters", "trained", "peak rate"):
             table.add_column(name, justify="left" if name == "part" else "right")
         total = trained = 0
@@ -66,6 +68,9 @@ class Reporter:
             total, trained = total + part.parameters, trained + part.trainable
         table.add_row("all", f"{total:,}", f"{trained:,}", "", style="bold")
         self._console.print(table)
+        layers = describe_frozen_layers(config)
+        if layers:
+            self.say(f"frozen layers: {layers}")
 
     def update(self, metrics: dict[str, Any], progress: float) -> None:
         """After every step: moves the bar, or prints a line now and then."""

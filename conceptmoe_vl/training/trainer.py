@@ -38,7 +38,8 @@ from .export import export_model
 from .health import FiniteGuard, SpikeGuard
 from .held_out import evaluate_held_out
 from .metrics import Speed, StepStatistics, peak_memory_bytes
-from .parameters import freeze_parts, recompute_layers, summarise_parts
+from .parameters import summarise_parts
+from .preparing import prepare_model
 from .progress import Reporter
 from .run_files import drop_lines_after, set_seed
 from .run_log import RunLog
@@ -85,11 +86,9 @@ class Trainer:
         self._processor, self._generation = processor, generation
         self._held_out, self._evaluate_every = held_out, evaluate_every
         self._image_token_id = getattr(getattr(model, "config", None), "image_token_id", None)
-        freeze_parts(model, config.freeze)
-        if config.activation_checkpointing:
-            recompute_layers(model)
+        prepare_model(model, config)
         self.reporter = Reporter(world.is_main)
-        self.reporter.show_parts(summarise_parts(model, config), config.engine)
+        self.reporter.show_parts(summarise_parts(model, config), config)
         self.engine = build_engine(model, config, world)
         self.engine.module.train()
         self._chunks = ChunkScheduler(self.engine.module, config.chunk_schedule)
