@@ -153,8 +153,8 @@ def convert(arguments: argparse.Namespace) -> int:
     """
     conceptmoe_vl_runtime.setup(quiet=True)
     from conceptmoe_vl.conversion.converting import (
+        check_target,
         plan_conversion,
-        refuse_existing,
         write_conversion,
     )
     from conceptmoe_vl.conversion.settings import ConversionSettings, read_plan
@@ -178,7 +178,7 @@ def convert(arguments: argparse.Namespace) -> int:
         tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
     )
     source, target = Path(arguments.source), Path(arguments.out)
-    refuse_existing(target)
+    check_target(target, source)
     if arguments.report:
         from conceptmoe_vl.conversion.losslessness import check_request
 
@@ -249,11 +249,11 @@ def export(arguments: argparse.Namespace) -> int:
         UserError: see `conceptmoe_vl.conversion.exporting`.
     """
     conceptmoe_vl_runtime.setup(quiet=True)
-    from conceptmoe_vl.conversion.converting import refuse_existing
+    from conceptmoe_vl.conversion.converting import check_target
     from conceptmoe_vl.conversion.exporting import plan_export, write_export
 
     target = Path(arguments.out)
-    refuse_existing(target)
+    check_target(target, Path(arguments.model))
     planned = plan_export(Path(arguments.model))
     with _progress(planned.bytes, "exporting") as advance:
         write_export(planned, target, shard_bytes(arguments.max_shard_size), advance)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -241,12 +243,20 @@ def _report(
     }
 
 
-def refuse_existing(target: Path) -> None:
-    """Nothing, where nothing stands under that name.
+def check_target(target: Path, source: Path) -> None:
+    """Refuses a folder that cannot be written, before anything is read.
 
     Raises:
-        UserError: a file or folder does.
+        UserError: something stands under that name, or it lies in the source's folder.
     """
+    _refuse_existing(target)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise UserError(
+            f"'{target}' lies inside '{source}', which is read; name a folder elsewhere"
+        )
+
+
+def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise UserError(f"'{target}' exists already; name another folder, or remove it")
 
@@ -256,22 +266,48 @@ def written_beside(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its name when the block ends, and vanishes if it fails.
 
     Raises:
-        UserError: `target` exists already, or a folder cannot be made beside it.
+        UserError: `target` exists already, another process is writing it, or a folder cannot be
+            made beside it.
     """
-    refuse_existing(target)
     beside = target.with_name(f".{target.name}.writing")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        yield beside
-        replace_folder(beside, target)
+        with _claimed(beside, target):
+            try:
+                _refuse_existing(target)
+                for left in beside.iterdir():  # by a killed process
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield beside
+                replace_folder(beside, target)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"'{target}' cannot be written: {error.strerror or error}; make room, or write "
             "elsewhere"
         ) from error
+
+
+@contextlib.contextmanager
+def _claimed(beside: Path, target: Path) -> Iterator[None]:
+    """The folder, held by the kernel's lock: a killed process leaves none.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    beside.mkdir(parents=True, exist_ok=True)
+    held = os.open(beside, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # who held it before may just have renamed or removed it
+        if not beside.exists() or not os.path.samestat(os.fstat(held), beside.stat()):
+            raise BlockingIOError
+        yield
+    except BlockingIOError as error:
+        raise UserError(
+            f"another process is writing '{target}'; wait for it, or name another folder"
+        ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        os.close(held)
 
 
 def write_conversion(
@@ -310,7 +346,7 @@ def convert(
         UserError: see `plan_conversion` and `write_conversion`.
     """
     settings = settings or ConversionSettings()
-    refuse_existing(target)
+    check_target(target, folder)
     conversion = plan_conversion(folder, settings)
     write_conversion(conversion, target, settings.max_shard_bytes, advance)
     return conversion

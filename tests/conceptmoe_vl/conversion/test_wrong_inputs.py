@@ -14,8 +14,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conceptmoe_vl import cli
-from conceptmoe_vl.conversion import writing
-from conceptmoe_vl.conversion.converting import convert, plan_conversion, write_conversion
+from conceptmoe_vl.conversion import converting, writing
+from conceptmoe_vl.conversion.converting import (
+    convert,
+    plan_conversion,
+    write_conversion,
+    written_beside,
+)
 from conceptmoe_vl.conversion.settings import ConversionSettings
 from conceptmoe_vl.errors import UserError
 from tests.checkpoints import make_source, save_source
@@ -312,6 +317,41 @@ def test_what_a_killed_conversion_left_is_no_obstacle(made, tmp_path):
     (tmp_path / ".out.writing" / "model.safetensors").touch()
     convert(made["moe"], tmp_path / "out")
     assert not (tmp_path / ".out.writing").exists()
+
+
+def test_a_folder_that_another_process_is_writing(made, tmp_path):
+    with written_beside(tmp_path / "out") as folder:
+        (folder / "half").touch()
+        line = "another process is writing '.*out'; wait for it, or name another folder"
+        with pytest.raises(UserError, match=line):
+            convert(made["moe"], tmp_path / "out")
+        assert (folder / "half").exists()
+    with pytest.raises(UserError, match="exists already"):
+        convert(made["moe"], tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "half"]
+
+
+def test_a_folder_that_was_claimed_too_late(tmp_path, monkeypatch):
+    lock = converting.fcntl.flock
+
+    def late(held, how):
+        (tmp_path / ".out.writing").rename(tmp_path / "out")  # the other process has just ended
+        lock(held, how)
+
+    monkeypatch.setattr(converting.fcntl, "flock", late)
+    with (
+        pytest.raises(UserError, match="another process is writing"),
+        written_beside(tmp_path / "out"),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("inner", ["out", "deeper/../out", "../source/out"])
+def test_a_folder_within_its_own_source(source, inner):
+    with pytest.raises(UserError, match="lies inside '.*source', which is read"):
+        convert(source, source / inner)
+    assert not (source / "out").exists()
 
 
 def test_calls_that_read_and_write_less_than_asked_for(made, tmp_path, monkeypatch):
