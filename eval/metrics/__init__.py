@@ -12,7 +12,7 @@
 
 from eval.metrics.binary import (
     answer_words,
-    binary_figures,
+    binary_parts,
     parse_yes_no,
     parse_yes_no_prefix,
 )

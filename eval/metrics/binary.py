@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 _WORDS = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 _NEGATIVE = frozenset({"no", "not"})
@@ -40,33 +39,24 @@ def parse_yes_no_prefix(text: str) -> str:
     return "yes" if "yes" in start else "no" if "no" in start else ""
 
 
-def binary_figures(answers: Sequence[str], golds: Sequence[str]) -> dict[str, float]:
-    """POPE's figures, with "yes" as the positive class.
+def binary_parts(answer: str, gold: str) -> dict[str, tuple[float, float]]:
+    """What one answer adds to the numerator and the denominator of each of POPE's figures, with
+    "yes" as the positive class: `accuracy`, `precision`, `recall`, `f1` (as 2 hits over 2 hits +
+    false alarms + misses, the same), `yes_ratio` (the share of answers that are yes) and
+    `unreadable` (a share).
 
     Args:
-        answers: `yes`, `no` or "" for what could not be read: wrong, and if the right answer was
-            yes, not recalled.
-        golds: `yes` or `no`.
-
-    Returns:
-        `accuracy`, `precision`, `recall`, `f1`, `yes_ratio` (the share of answers that are yes) and
-        `unreadable` (a share); 0 where a figure's denominator is.
+        answer: `yes`, `no` or "" for what could not be read: wrong, and if the right answer is yes,
+            not recalled.
+        gold: `yes` or `no`.
     """
-    count = len(golds)
-    pairs = list(zip(answers, golds, strict=True))
-    hits = pairs.count(("yes", "yes"))
-    said_yes = sum(answer == "yes" for answer in answers)
-    precision = _share(hits, said_yes)
-    recall = _share(hits, sum(gold == "yes" for gold in golds))
+    hit = float(answer == gold == "yes")
+    said_yes, is_yes = float(answer == "yes"), float(gold == "yes")
     return {
-        "accuracy": _share(sum(answer == gold for answer, gold in pairs), count),
-        "precision": precision,
-        "recall": recall,
-        "f1": _share(2 * precision * recall, precision + recall),
-        "yes_ratio": _share(said_yes, count),
-        "unreadable": _share(sum(answer == "" for answer in answers), count),
+        "accuracy": (float(answer == gold), 1.0),
+        "precision": (hit, said_yes),
+        "recall": (hit, is_yes),
+        "f1": (2 * hit, said_yes + is_yes),
+        "yes_ratio": (said_yes, 1.0),
+        "unreadable": (float(answer == ""), 1.0),
     }
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

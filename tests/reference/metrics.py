@@ -51,8 +51,9 @@ def overlap(first: tuple[int, int, int, int], second: tuple[int, int, int, int])
     return Fraction(len(cells(first) & cells(second)), len(union)) if union else Fraction(0)
 
 
-def contingency(answers: list[str], golds: list[str]) -> dict[str, Fraction]:
-    """POPE's figures from the four counts; an unreadable answer is wrong."""
+def contingency(answers: list[str], golds: list[str]) -> dict[str, Fraction | None]:
+    """POPE's figures from the four counts; an unreadable answer is wrong;
+    None: not defined."""
     hits = misses = false_alarms = right_no = 0
     for answer, gold in zip(answers, golds, strict=True):
         if gold == "yes":
@@ -62,8 +63,8 @@ def contingency(answers: list[str], golds: list[str]) -> dict[str, Fraction]:
             false_alarms += answer == "yes"
             right_no += answer == "no"
 
-    def share(part: int, whole: int) -> Fraction:
-        return Fraction(part, whole) if whole else Fraction(0)
+    def share(part: int, whole: int) -> Fraction | None:
+        return Fraction(part, whole) if whole else None
 
     return {
         "accuracy": share(hits + right_no, len(golds)),
