@@ -1,16 +1,10 @@
-"""Scores of single answers and intervals of their mean."""
+"""Intervals of mean scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 _Z_95 = 1.959964  # 97.5 % quantile of the normal distribution
-
-
-def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1.0 if the answer equals one of the references, both trimmed and in lower case, else 0.0."""
-    return float(answer.strip().lower() in {reference.strip().lower() for reference in references})
 
 
 def wilson_interval(successes: float, count: int, z: float = _Z_95) -> tuple[float, float]:

@@ -1,0 +1,128 @@
+"""MME (Fu et al. 2023): two yes/no questions an image in 14 subtasks, one folder each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from conceptmoe_vl.asking import question_messages
+from conceptmoe_vl.errors import UserError
+from eval.metrics import parse_yes_no_prefix
+from eval.tasks import Question, Scored, Task
+from eval.tasks._files import SHORT_ANSWER, Images, complete, find_files
+
+PERCEPTION = (
+    *("existence", "count", "position", "color", "posters"),
+    *("celebrity", "scene", "landmark", "artwork", "OCR"),
+)
+COGNITION = (
+    *("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning"),
+)
+_ROOTS = (".", "MME_Benchmark_release_version", "MME_Benchmark")
+_SUFFIXES = (".jpg", ".png", ".jpeg")
+_REQUEST = "Please answer yes or no."
+
+
+def load(folder: Path) -> list[Question]:
+    questions: list[Question] = []
+    used = []
+    for subtask in (*PERCEPTION, *COGNITION):
+        places = [
+            f"{root}/{subtask}/{inside}*.txt"
+            for root in _ROOTS
+            for inside in ("questions_answers_YN/", "")
+        ]
+        files = find_files(folder, places)
+        if not files:
+            raise UserError(
+                f"'{folder}' holds no subtask '{subtask}' of MME: put its texts at "
+                f"'{subtask}/*.txt' or '{subtask}/questions_answers_YN/*.txt' in it"
+            )
+        used.append(files[0].parent)
+        for file in files:
+            questions += _questions(subtask, file)
+    return complete("mme", questions, used)
+
+
+def _questions(subtask: str, file: Path) -> list[Question]:
+    in_folders = file.parent.name == "questions_answers_YN"
+    images = Images(file.parent.parent if in_folders else file.parent, ("images", "."))
+    lazy = images.lazy([f"{file.stem}{suffix}" for suffix in _SUFFIXES], f"'{file}'")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{file}' cannot be read ({error}); download it again") from error
+    rows = [line.rsplit("\t", 1) for line in lines if line.strip()]
+    golds = [row[-1].strip().rstrip(".").lower() for row in rows]
+    if len(rows) != 2 or any(len(row) != 2 for row in rows) or not {*golds} <= {"yes", "no"}:
+        raise UserError(
+            f"'{file}' holds no two lines, each a question, a tab, and Yes or No; download it again"
+        )
+    return [
+        Question(
+            key=f"{subtask}/{file.stem}/{number}",
+            messages=question_messages([lazy], _prompt(row[0])),
+            references=(gold,),
+            kind=subtask,
+            details={"cluster": f"{subtask}/{file.stem}"},
+        )
+        for number, (row, gold) in enumerate(zip(rows, golds, strict=True))
+    ]
+
+
+def _prompt(question: str) -> str:
+    return f"{question.replace(_REQUEST, '').strip()}\n{SHORT_ANSWER}"
+
+
+def _parse(text: str, question: Question) -> str:
+    return parse_yes_no_prefix(text)
+
+
+def _score(parsed: str, question: Question) -> float:
+    return float(parsed in question.references)
+
+
+def mme_figures(samples: Sequence[Scored]) -> dict[str, float]:
+    """The published scores: of a subtask accuracy + accuracy+ in percent, up to 200; summed over
+    the subtasks of `perception` (up to 2,000), of `cognition` (up to 800) and of both (`score`).
+
+    Accuracy+ is the share of images with both questions right.
+    """
+    wrong = {sample.question.details["cluster"] for sample in samples if sample.score < 1}
+    by_subtask: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        both = float(sample.question.details["cluster"] not in wrong)
+        by_subtask.setdefault(sample.question.kind, []).append((sample.score, both))
+    scores = {
+        # Every image has two questions, so that the mean over questions is that over images.
+        subtask: 100 * math.fsum(right + both for right, both in rows) / len(rows)
+        for subtask, rows in by_subtask.items()
+    }
+    rows = [row for subtask in by_subtask.values() for row in subtask]
+    return {
+        "score": math.fsum(scores.values()),
+        "perception": _total(scores, PERCEPTION),
+        "cognition": _total(scores, COGNITION),
+        "accuracy": math.fsum(right for right, _ in rows) / len(rows),
+        "accuracy_plus": math.fsum(both for _, both in rows) / len(rows),
+        "unreadable": sum(sample.parsed == "" for sample in samples) / len(rows),
+    }
+
+
+def _total(scores: dict[str, float], subtasks: Sequence[str]) -> float:
+    found = [scores[subtask] for subtask in subtasks if subtask in scores]
+    return math.fsum(found) if found else math.nan
+
+
+TASK = Task(
+    name="mme",
+    description="MME: accuracy and accuracy+ summed over perception (2,000) and cognition (800)",
+    default_data="data/mme",
+    load=load,
+    parse=_parse,
+    score=_score,
+    max_new_tokens=16,
+    metrics=mme_figures,
+    official_size=2374,
+)

@@ -1,0 +1,103 @@
+"""ScienceQA (Lu et al. 2022), test: `problems.json`, `pid_splits.json` and a folder of pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conceptmoe_vl.asking import question_messages
+from conceptmoe_vl.errors import UserError
+from eval.metrics import LETTERS
+from eval.tasks import Question, RatioOfSums, Scored, Task
+from eval.tasks._files import (
+    LETTER_ANSWER,
+    Images,
+    checked,
+    complete,
+    find_file,
+    lettered,
+    read_json,
+    take,
+    take_texts,
+)
+from eval.tasks._scoring import chosen_letter, letter_score
+
+_ROOTS = (".", "scienceqa", "data/scienceqa", "data")
+_SUBJECTS = ("natural science", "social science", "language science")
+
+
+def load(folder: Path) -> list[Question]:
+    problems, splits = (
+        find_file(folder, [f"{root}/{name}" for root in _ROOTS], what)
+        for name, what in (
+            ("problems.json", "problems of ScienceQA"),
+            ("pid_splits.json", "splits of ScienceQA"),
+        )
+    )
+    records = checked(read_json(problems), dict, f"'{problems}'")
+    places = [f"{root}/{inside}" for root in _ROOTS for inside in ("test", "images/test", "images")]
+    images = Images(folder, places)
+    questions = []
+    for key in take_texts(read_json(splits), "test", f"'{splits}'"):
+        if key not in records:
+            raise UserError(f"'{splits}' names the problem {key}, which '{problems}' lacks")
+        where = f"problem {key} of '{problems}'"
+        questions.append(_question(key, checked(records[key], dict, where), images, where))
+    return complete("scienceqa", questions, [problems, splits])
+
+
+def _question(key: str, record: dict[str, Any], images: Images, where: str) -> Question:
+    options = take_texts(record, "choices", where)
+    number = take(record, "answer", int, where)
+    if not 0 <= number < len(options) <= len(LETTERS):
+        raise UserError(f"'answer' of {where} is {number}, none of its {len(options)} choices")
+    hint, image = record.get("hint") or "", record.get("image")
+    context = f"Context: {hint}\n" if hint else ""
+    text = f"{context}{take(record, 'question', str, where)}\n{lettered(options)}\n{LETTER_ANSWER}"
+    pictures = [] if image is None else [images.lazy(f"{key}/{checked(image, str, where)}", where)]
+    subject = take(record, "subject", str, where)
+    grade = take(record, "grade", str, where).removeprefix("grade")
+    if subject not in _SUBJECTS or not grade.isdecimal():
+        raise UserError(f"{where} is of subject '{subject}', grade '{grade}'; download it again")
+    return Question(
+        key=key,
+        messages=question_messages(pictures, text),
+        references=(LETTERS[number],),
+        kind=subject,
+        choices=tuple(LETTERS[: len(options)]),
+        details={
+            "options": options,
+            "grade": int(grade),
+            "has_text": bool(hint),
+            "has_image": image is not None,
+        },
+    )
+
+
+def _figures(sample: Scored) -> dict[str, tuple[float, float]]:
+    """The published table: all, by subject, by what stands beside the question, and by grade."""
+    kind, details = sample.question.kind, sample.question.details
+    belongs = {
+        "accuracy": True,
+        **{subject.replace(" ", "_"): kind == subject for subject in _SUBJECTS},
+        "with_text": details["has_text"],
+        "with_image": details["has_image"],
+        "without_context": not (details["has_text"] or details["has_image"]),
+        "grades_1_to_6": details["grade"] <= 6,
+        "grades_7_to_12": details["grade"] > 6,
+    }
+    figures = {name: (sample.score * inside, float(inside)) for name, inside in belongs.items()}
+    return figures | {"abstained": (float(sample.parsed == ""), 1.0)}
+
+
+TASK = Task(
+    name="scienceqa",
+    description="ScienceQA test: accuracy by subject, context and grade",
+    default_data="data/scienceqa",
+    load=load,
+    parse=chosen_letter,
+    score=letter_score,
+    max_new_tokens=16,
+    metrics=RatioOfSums(_figures),
+    official_size=4241,
+)
