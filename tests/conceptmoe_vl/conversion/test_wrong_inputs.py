@@ -349,7 +349,7 @@ def test_a_folder_that_was_claimed_too_late(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("inner", ["out", "deeper/../out", "../source/out"])
 def test_a_folder_within_its_own_source(source, inner):
-    with pytest.raises(UserError, match="lies inside '.*source', which is read"):
+    with pytest.raises(UserError, match=r"lies inside '.*source', which is read"):
         convert(source, source / inner)
     assert not (source / "out").exists()
 
