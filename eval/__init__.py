@@ -4,6 +4,6 @@
 - `records`: conversations of shards, cut into questions that are asked alone.
 - `program`: one evaluation from arguments to files; `processes`: several processes of one.
 - `runner`: asks in batches and counts tokens and concepts; `replies`: what was asked already.
-- `statistics`: intervals and paired differences.
+- `statistics`: intervals and paired differences; `compare`: which differences are real.
 - `report`: the table, `results.json` and `samples.jsonl`.
 """

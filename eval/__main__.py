@@ -1,4 +1,7 @@
-"""python -m eval --model DIR --tasks easy_vqa: asks, scores and writes everything down."""
+"""python -m eval --model DIR --tasks easy_vqa: asks, scores and writes everything down.
+
+python -m eval compare A B [C ...]: which differences between evaluations are real.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval compare",
+        description="Which differences between evaluations of the same questions are real: paired "
+        "differences from the first one, 95 % intervals, p-values adjusted for their number (Holm)",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="DIR",
+        help="two or more folders of results: of one task (with samples.jsonl), or of several",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for comparison.json and differences.jsonl, the questions scored differently",
+    )
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    compares = words[:1] == ["compare"]
+    arguments = _compare_parser().parse_args(words[1:]) if compares else _parser().parse_args(words)
     conceptmoe_vl_runtime.setup()
     from conceptmoe_vl.cli import run_program
+
+    if compares:
+        from eval.compare import compare_runs
+
+        return run_program(lambda: compare_runs(arguments.runs, arguments.output))
     from eval.program import evaluate_tasks
 
     return run_program(lambda: evaluate_tasks(arguments))

@@ -153,8 +153,12 @@ def write_samples(folder: Path, samples: Sequence[Sample]) -> Path:
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> Path:
-    path = folder / "results.json"
-    _write(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    return write_json(folder / "results.json", results)
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """A JSON file, whole or not there."""
+    _write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     return path
 
 

@@ -26,10 +26,12 @@ class Sample:
     reply: Reply
     parsed: str
     score: float
+    score_normalised: float | None = None
 
     @property
     def scored(self) -> Scored:
-        return Scored(self.question, self.parsed, self.score)
+        pairs = self.reply.log_likelihoods
+        return Scored(self.question, self.parsed, self.score, self.score_normalised, pairs)
 
     def to_row(self) -> dict[str, Any]:
         return {
@@ -43,7 +45,10 @@ class Sample:
             "raw": self.reply.raw,
             "parsed": self.parsed,
             "references": list(self.question.references),
+            "choices": list(self.question.choices),
+            "log_likelihoods": [list(pair) for pair in self.reply.log_likelihoods],
             "score": self.score,
+            "score_normalised": self.score_normalised,
             "details": dict(self.question.details),
         }
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from conceptmoe_vl.errors import UserError
 
 Image = bytes | str | Path | Callable[[], bytes]
@@ -109,6 +111,21 @@ def _score_parts(sample: Scored) -> dict[str, tuple[float, float]]:
 
 mean_score = RatioOfSums(_score_parts)
 """The mean of the scores as `accuracy`; in mode `choose` also `accuracy_normalised`."""
+
+
+def _perplexity_parts(sample: Scored) -> dict[str, tuple[float, float]]:
+    text = sample.question.references[0]
+    ((total, tokens),) = sample.log_likelihoods
+    return {
+        "perplexity": (-total, tokens),
+        "word_perplexity": (-total, len(text.split())),
+        "byte_perplexity": (-total, len(text.encode())),
+    }
+
+
+mean_perplexity = RatioOfSums(_perplexity_parts, np.exp)
+"""Of mode `perplexity`: exp of the negative log-likelihood of all texts by token, by word (what
+stands between blanks) and by byte of UTF-8; the last two do not depend on the tokenizer."""
 
 
 @dataclass(frozen=True)
