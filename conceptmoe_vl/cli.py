@@ -1,8 +1,9 @@
 """The command `conceptmoe-vl`. A command is a function from parsed arguments to an exit status.
 
-`ask` answers a question about images and prints the answer alone on standard output; `flops` counts
-parameters, FLOPs and bytes of a configuration; `plan` matches a ConceptMoE configuration to a plain
-MoE; `convert`, `export` and `losslessness` bring other checkpoints in and out. Other packages add
+`ask` answers a question about images and prints the answer alone on standard output; `chunks` draws
+what is merged in them; `flops` counts parameters, FLOPs and bytes of a configuration; `plan`
+matches a ConceptMoE configuration to a plain MoE; `convert`, `export` and `losslessness` bring
+other checkpoints in and out. Other packages add
 commands by an entry point of the group `conceptmoe_vl.commands`: a function that takes the
 subparsers.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import conceptmoe_vl_runtime
-from conceptmoe_vl import plan_command
+from conceptmoe_vl import chunks_command, plan_command
 from conceptmoe_vl.conversion import command as conversion
 from conceptmoe_vl.errors import UserError
 
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flops_arguments(command)
     command.set_defaults(run=flops)
     plan_command.add_command(commands)
+    chunks_command.add_command(commands, DEFAULT_MODEL)
     conversion.add_commands(commands)
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] not in commands.choices:

@@ -1,6 +1,7 @@
 """python -m eval --model DIR --tasks easy_vqa: asks, scores and writes everything down.
 
 python -m eval compare A B [C ...]: which differences between evaluations are real.
+python -m eval chunks --model DIR --tasks NAMES: what the chunking does on their prompts.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["chunks"]:
+        from eval.chunks.command import main as chunks
+
+        return chunks(words[1:])
     compares = words[:1] == ["compare"]
     arguments = _compare_parser().parse_args(words[1:]) if compares else _parser().parse_args(words)
     conceptmoe_vl_runtime.setup()

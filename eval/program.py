@@ -16,6 +16,7 @@ from rich.progress import Progress
 import conceptmoe_vl
 from conceptmoe_vl.asking import check_model_folder, check_reachable, load_pretrained
 from conceptmoe_vl.errors import UserError
+from eval.efficiency import mean_cost
 from eval.processes import World, joined
 from eval.replies import ReplyStore, checksum, folder_checksum
 from eval.report import Speed, print_report, summarise, write_results, write_samples
@@ -133,10 +134,15 @@ def _write(task: Task, questions: Sequence[Question], parts: list[Asked], run: _
     ]
     keys = [parts[number % size].keys[number // size] for number in range(len(questions))]
     speed = Speed(sum(part.new for part in parts), max(part.seconds for part in parts))
-    results = summarise(task, samples, speed) | {
-        "settings": _settings(task, samples, keys, run),
-        "run": _run_settings(run),
-    }
+    costs = mean_cost(run.model.config, [sample.reply for sample in samples])
+    results = (
+        summarise(task, samples, speed)
+        | costs
+        | {
+            "settings": _settings(task, samples, keys, run),
+            "run": _run_settings(run),
+        }
+    )
     folder = run.output / task.name
     lines = write_samples(folder, samples)
     path = write_results(folder, results)

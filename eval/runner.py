@@ -164,7 +164,7 @@ def _reply(
 ) -> list[Reply]:
     counter = PromptCounter()
     try:
-        conversations = [_with_images(question.messages) for question in questions]
+        conversations = [with_images(question.messages) for question in questions]
         with counter.watch(model):
             answers = answer_conversations(
                 model, processor, conversations, task.max_new_tokens, compression
@@ -192,7 +192,7 @@ def _reply(
     ]
 
 
-def _with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the images fetched that are given as functions."""
 
     def fetched(part: dict[str, Any]) -> dict[str, Any]:

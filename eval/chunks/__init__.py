@@ -1,0 +1,1 @@
+"""What the chunking does: ratios, sizes, confidence, what is merged, what it costs."""
