@@ -21,8 +21,6 @@ def parse_yes_no(text: str) -> str:
     """
     sentences = [words for part in text.split(".") if (words := answer_words(part))]
     words = sentences[0] if sentences else []
-    if words[:1] == ["yes"]:
-        return "yes"
     if _NEGATIVE.intersection(words):
         return "no"
     return "yes" if "yes" in words else ""

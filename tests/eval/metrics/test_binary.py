@@ -24,7 +24,7 @@ def figures_of(answers, golds):
         ("yes.", "yes"),
         ("No, there is no dog.", "no"),
         ("There is not a dog.", "no"),
-        ("Yes, there is no doubt", "yes"),
+        ("Yes, there is no doubt", "no"),  # as POPE's script reads it
         ("I would say yes. No other object is near.", "yes"),  # the first sentence
         ("There is a dog.", ""),  # POPE's script reads a yes
         ("I know", ""),  # no "no" within a word
