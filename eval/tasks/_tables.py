@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conceptmoe_vl.errors import UserError
+from eval.tasks._files import checked
 
 _LONGEST_CELL = 1 << 30  # characters: base64 pictures are far beyond csv's default
 _SHORTEST_PICTURE = 65  # characters of base64; what is shorter is another row's index
@@ -30,6 +31,22 @@ class TableRow(NamedTuple):
     fields: dict[str, Any]
     where: str
     picture: Callable[[str], Callable[[], bytes] | None]
+
+    def image(self) -> Callable[[], bytes]:
+        """The reader of the column `image`.
+
+        Raises:
+            UserError: the cell is empty.
+        """
+        read = self.picture("image")
+        if read is None:
+            raise UserError(f"{self.where} has no picture; download the file again")
+        return read
+
+
+def record_row(record: Any, where: str, image: Callable[[], bytes] | None) -> TableRow:
+    """A record of a JSON file and its one image as a row, so that both are read alike."""
+    return TableRow(checked(record, dict, where), where, lambda column: image)
 
 
 def parquet_rows(

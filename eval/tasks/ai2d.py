@@ -56,15 +56,12 @@ def load(folder: Path) -> list[Question]:
 
 def _exported(number: int, row: TableRow) -> Question:
     options = take_texts(row.fields, "options", row.where)
-    picture = row.picture("image")
     try:
         answer = int(row.fields["answer"])
     except (TypeError, ValueError) as error:
         raise UserError(f"'answer' of {row.where} is {row.fields['answer']!r}") from error
-    if picture is None:
-        raise UserError(f"{row.where} has no picture; download the file again")
     text = take(row.fields, "question", str, row.where)
-    return _question(str(number), text, options, answer, picture, "", row.where)
+    return _question(str(number), text, options, answer, row.image(), "", row.where)
 
 
 def _of_image(folder: Path, name: str) -> list[Question]:

@@ -63,7 +63,7 @@ def _question(row: TableRow) -> Question:
     text += f"{fields['question']}\n{lettered(options)}\n{LETTER_ANSWER}"
     return Question(
         key=str(index),
-        messages=question_messages([row.picture("image")], text),
+        messages=question_messages([row.image()], text),
         references=(gold,),
         kind=fields.get("category", ""),
         choices=tuple(LETTERS[: len(options)]),

@@ -1,16 +1,18 @@
-"""MME (Fu et al. 2023): two yes/no questions an image in 14 subtasks, one folder each."""
+"""MME (Fu et al. 2023): two yes/no questions an image in 14 subtasks, one folder each or a
+parquet export."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conceptmoe_vl.asking import question_messages
 from conceptmoe_vl.errors import UserError
 from eval.metrics import parse_yes_no_prefix
 from eval.tasks import Question, Scored, Task
-from eval.tasks._files import SHORT_ANSWER, Images, complete, find_files
+from eval.tasks._files import SHORT_ANSWER, Images, complete, find_files, take
+from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 PERCEPTION = (
     *("existence", "count", "position", "color", "posters"),
@@ -24,9 +26,22 @@ _SUFFIXES = (".jpg", ".png", ".jpeg")
 _REQUEST = "Please answer yes or no."
 
 
+_PARQUET = ("data/test-*.parquet", "test-*.parquet")
+_COLUMNS = ("question_id", "question", "answer", "category")
+
+
 def load(folder: Path) -> list[Question]:
-    questions: list[Question] = []
-    used = []
+    files = find_files(folder, _PARQUET)
+    rows = parquet_rows(files, _COLUMNS, ("image",)) if files else _official_rows(folder)
+    counts: dict[str, int] = {}
+    questions = [_question(row, counts) for row in rows]
+    for image, count in counts.items():
+        if count != 2:
+            raise UserError(f"image '{image}' of MME has {count} questions, not two")
+    return complete("mme", questions, files or [folder])
+
+
+def _official_rows(folder: Path) -> Iterator[TableRow]:
     for subtask in (*PERCEPTION, *COGNITION):
         places = [
             f"{root}/{subtask}/{inside}*.txt"
@@ -37,15 +52,15 @@ def load(folder: Path) -> list[Question]:
         if not files:
             raise UserError(
                 f"'{folder}' holds no subtask '{subtask}' of MME: put its texts at "
-                f"'{subtask}/*.txt' or '{subtask}/questions_answers_YN/*.txt' in it"
+                f"'{subtask}/*.txt' or '{subtask}/questions_answers_YN/*.txt' in it, or a parquet "
+                f"export at '{_PARQUET[0]}'"
             )
-        used.append(files[0].parent)
         for file in files:
-            questions += _questions(subtask, file)
-    return complete("mme", questions, used)
+            yield from _file_rows(subtask, file)
 
 
-def _questions(subtask: str, file: Path) -> list[Question]:
+def _file_rows(subtask: str, file: Path) -> Iterator[TableRow]:
+    """The lines of one image's text, with the names of the export."""
     in_folders = file.parent.name == "questions_answers_YN"
     images = Images(file.parent.parent if in_folders else file.parent, ("images", "."))
     lazy = images.lazy([f"{file.stem}{suffix}" for suffix in _SUFFIXES], f"'{file}'")
@@ -54,21 +69,35 @@ def _questions(subtask: str, file: Path) -> list[Question]:
     except (OSError, ValueError) as error:
         raise UserError(f"'{file}' cannot be read ({error}); download it again") from error
     rows = [line.rsplit("\t", 1) for line in lines if line.strip()]
-    golds = [row[-1].strip().rstrip(".").lower() for row in rows]
-    if len(rows) != 2 or any(len(row) != 2 for row in rows) or not {*golds} <= {"yes", "no"}:
+    if len(rows) != 2 or any(len(row) != 2 for row in rows):
         raise UserError(
             f"'{file}' holds no two lines, each a question, a tab, and Yes or No; download it again"
         )
-    return [
-        Question(
-            key=f"{subtask}/{file.stem}/{number}",
-            messages=question_messages([lazy], _prompt(row[0])),
-            references=(gold,),
-            kind=subtask,
-            details={"cluster": f"{subtask}/{file.stem}"},
-        )
-        for number, (row, gold) in enumerate(zip(rows, golds, strict=True))
-    ]
+    for question, answer in rows:
+        name = f"{subtask}/{file.stem}"
+        fields = {"question_id": name, "question": question, "answer": answer, "category": subtask}
+        yield record_row(fields, f"'{file}'", lazy)
+
+
+def _question(row: TableRow, counts: dict[str, int]) -> Question:
+    """Args: counts: questions of each image so far."""
+    subtask = take(row.fields, "category", str, row.where)
+    gold = take(row.fields, "answer", str, row.where).strip().rstrip(".").lower()
+    if gold not in ("yes", "no") or subtask not in (*PERCEPTION, *COGNITION):
+        raise UserError(f"{row.where}: '{gold}' is no answer or '{subtask}' no subtask of MME")
+    # Exports name the file, `code_reasoning/0020.png`, or only what is behind the subtask.
+    name = take(row.fields, "question_id", str, row.where).rpartition("/")[2]
+    image = f"{subtask}/{name}"
+    counts[image] = counts.get(image, 0) + 1
+    return Question(
+        key=f"{image}/{counts[image]}",
+        messages=question_messages(
+            [row.image()], _prompt(take(row.fields, "question", str, row.where))
+        ),
+        references=(gold,),
+        kind=subtask,
+        details={"cluster": image},
+    )
 
 
 def _prompt(question: str) -> str:

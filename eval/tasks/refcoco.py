@@ -82,9 +82,7 @@ def load(folder: Path, data_set: str, split: str) -> list[Question]:
 
 def _from_parquet(folder: Path, files: Sequence[Path]) -> Iterator[Expression]:
     for row in parquet_rows(files, ("question_id", "answer", "bbox", "image"), ("image",)):
-        picture = row.picture("image")
-        if picture is None:
-            raise UserError(f"{row.where} has no picture; download the file again")
+        picture = row.image()
         width, height = _size(picture(), row.where)
         key = take_id(row.fields, "question_id", row.where)
         for number, text in enumerate(take_texts(row.fields, "answer", row.where)):

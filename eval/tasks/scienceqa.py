@@ -1,9 +1,11 @@
-"""ScienceQA (Lu et al. 2022), test: `problems.json`, `pid_splits.json` and a folder of pictures."""
+"""ScienceQA (Lu et al. 2022), test: `problems.json`, `pid_splits.json` and a folder of
+pictures, or a parquet export.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from conceptmoe_vl.asking import question_messages
 from conceptmoe_vl.errors import UserError
@@ -15,53 +17,69 @@ from eval.tasks._files import (
     checked,
     complete,
     find_file,
+    find_files,
     lettered,
     read_json,
     take,
     take_texts,
 )
 from eval.tasks._scoring import chosen_letter, letter_score
+from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _ROOTS = (".", "scienceqa", "data/scienceqa", "data")
 _SUBJECTS = ("natural science", "social science", "language science")
 
 
+_PARQUET = ("ScienceQA-FULL/test-*.parquet", "data/test-*.parquet", "test-*.parquet")
+_COLUMNS = ("question", "choices", "answer", "hint", "grade", "subject")
+
+
 def load(folder: Path) -> list[Question]:
-    problems, splits = (
-        find_file(folder, [f"{root}/{name}" for root in _ROOTS], what)
+    if files := find_files(folder, _PARQUET):
+        rows = enumerate(parquet_rows(files, _COLUMNS, ("image",)))
+        return complete("scienceqa", (_question(str(key), row) for key, row in rows), files)
+    files = [
+        find_file(folder, [*(f"{root}/{name}" for root in _ROOTS), *_PARQUET], what)
         for name, what in (
             ("problems.json", "problems of ScienceQA"),
             ("pid_splits.json", "splits of ScienceQA"),
         )
-    )
+    ]
+    named_rows = _official_rows(folder, *files)
+    return complete("scienceqa", (_question(key, row) for key, row in named_rows), files)
+
+
+def _official_rows(folder: Path, problems: Path, splits: Path) -> Iterator[tuple[str, TableRow]]:
     records = checked(read_json(problems), dict, f"'{problems}'")
     places = [f"{root}/{inside}" for root in _ROOTS for inside in ("test", "images/test", "images")]
     images = Images(folder, places)
-    questions = []
     for key in take_texts(read_json(splits), "test", f"'{splits}'"):
         if key not in records:
             raise UserError(f"'{splits}' names the problem {key}, which '{problems}' lacks")
         where = f"problem {key} of '{problems}'"
-        questions.append(_question(key, checked(records[key], dict, where), images, where))
-    return complete("scienceqa", questions, [problems, splits])
+        image = checked(records[key], dict, where).get("image")
+        lazy = None
+        if image is not None:
+            lazy = images.lazy(f"{key}/{checked(image, str, where)}", where)
+        yield key, record_row(records[key], where, lazy)
 
 
-def _question(key: str, record: dict[str, Any], images: Images, where: str) -> Question:
-    options = take_texts(record, "choices", where)
-    number = take(record, "answer", int, where)
+def _question(key: str, row: TableRow) -> Question:
+    fields, where, picture = row.fields, row.where, row.picture("image")
+    options = take_texts(fields, "choices", where)
+    number = take(fields, "answer", int, where)
     if not 0 <= number < len(options) <= len(LETTERS):
         raise UserError(f"'answer' of {where} is {number}, none of its {len(options)} choices")
-    hint, image = record.get("hint") or "", record.get("image")
+    hint = fields.get("hint") or ""
     context = f"Context: {hint}\n" if hint else ""
-    text = f"{context}{take(record, 'question', str, where)}\n{lettered(options)}\n{LETTER_ANSWER}"
-    pictures = [] if image is None else [images.lazy(f"{key}/{checked(image, str, where)}", where)]
-    subject = take(record, "subject", str, where)
-    grade = take(record, "grade", str, where).removeprefix("grade")
+    text = f"{context}{take(fields, 'question', str, where)}\n{lettered(options)}\n{LETTER_ANSWER}"
+    subject = take(fields, "subject", str, where)
+    grade = take(fields, "grade", str, where).removeprefix("grade")
     if subject not in _SUBJECTS or not grade.isdecimal():
         raise UserError(f"{where} is of subject '{subject}', grade '{grade}'; download it again")
     return Question(
         key=key,
-        messages=question_messages(pictures, text),
+        messages=question_messages([] if picture is None else [picture], text),
         references=(LETTERS[number],),
         kind=subject,
         choices=tuple(LETTERS[: len(options)]),
@@ -69,7 +87,7 @@ def _question(key: str, record: dict[str, Any], images: Images, where: str) -> Q
             "options": options,
             "grade": int(grade),
             "has_text": bool(hint),
-            "has_image": image is not None,
+            "has_image": picture is not None,
         },
     )
 

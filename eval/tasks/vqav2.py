@@ -1,8 +1,9 @@
-"""VQAv2 (Goyal et al. 2017): the official files of the validation split and COCO's val2014."""
+"""VQAv2 (Goyal et al. 2017): the official files of the validation split and COCO's val2014, or a
+parquet export."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from conceptmoe_vl.asking import question_messages
@@ -15,49 +16,69 @@ from eval.tasks._files import (
     Images,
     complete,
     find_file,
+    find_files,
     read_json,
     take,
     take_id,
 )
 from eval.tasks._scoring import as_written
+from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _QUESTIONS = "v2_OpenEnded_mscoco_val2014_questions.json"
 _ANNOTATIONS = "v2_mscoco_val2014_annotations.json"
 
 
+_PARQUET = ("data/validation-*.parquet", "validation-*.parquet")
+_COLUMNS = ("question_id", "question", "image_id", "answers", "answer_type")
+
+
 def load(folder: Path) -> list[Question]:
-    questions_file = find_file(folder, [_QUESTIONS, f"*/{_QUESTIONS}"], "questions of VQAv2")
-    answers_file = find_file(folder, [_ANNOTATIONS, f"*/{_ANNOTATIONS}"], "annotations of VQAv2")
+    if files := find_files(folder, _PARQUET):
+        rows = parquet_rows(files, _COLUMNS, ("image",))
+    else:
+        files = [
+            find_file(folder, [name, f"*/{name}", *_PARQUET], f"{what} of VQAv2")
+            for name, what in ((_QUESTIONS, "questions"), (_ANNOTATIONS, "annotations"))
+        ]
+        rows = _official_rows(folder, *files)
+    return complete("vqav2", map(_question, rows), files)
+
+
+def _official_rows(folder: Path, questions: Path, answers: Path) -> Iterator[TableRow]:
+    """A question and its annotation as one record, as in the export."""
     images = Images(folder, (*COCO_VAL2014, "Images/mscoco/val2014"))
     annotations = {
-        take_id(record, "question_id", f"annotation {number} of '{answers_file}'"): record
+        take_id(record, "question_id", f"annotation {number} of '{answers}'"): record
         for number, record in enumerate(
-            take(read_json(answers_file), "annotations", list, f"'{answers_file}'")
+            take(read_json(answers), "annotations", list, f"'{answers}'")
         )
     }
-    questions = []
-    records = take(read_json(questions_file), "questions", list, f"'{questions_file}'")
-    for number, record in enumerate(records):
-        where = f"question {number} of '{questions_file}'"
+    for number, record in enumerate(
+        take(read_json(questions), "questions", list, f"'{questions}'")
+    ):
+        where = f"question {number} of '{questions}'"
         key = take_id(record, "question_id", where)
         if key not in annotations:
-            raise UserError(f"'{answers_file}' has no annotation of question {key}")
+            raise UserError(f"'{answers}' has no annotation of question {key}")
         image = take(record, "image_id", int, where)
-        text = take(record, "question", str, where)
-        lazy = images.lazy([f"COCO_val2014_{image:012d}.jpg", f"{image:012d}.jpg"], where)
-        questions.append(_question(key, image, f"{text}\n{SHORT_ANSWER}", lazy, annotations[key]))
-    return complete("vqav2", questions, [questions_file, answers_file])
+        names = [f"COCO_val2014_{image:012d}.jpg", f"{image:012d}.jpg"]
+        yield record_row({**annotations[key], **record}, where, images.lazy(names, where))
 
 
-def _question(key: str, image: int, text: str, lazy: object, annotation: dict) -> Question:
-    where = f"the annotation of question {key}"
-    answers = take(annotation, "answers", list, where)
+def _question(row: TableRow) -> Question:
+    fields, where = row.fields, row.where
+    answers = take(fields, "answers", list, where)
     return Question(
-        key=key,
-        messages=question_messages([lazy], text),
+        key=take_id(fields, "question_id", where),
+        messages=question_messages(
+            [row.image()], f"{take(fields, 'question', str, where)}\n{SHORT_ANSWER}"
+        ),
         references=tuple(take(answer, "answer", str, where) for answer in answers),
-        kind=take(annotation, "answer_type", str, where),
-        details={"cluster": image, "question_type": annotation.get("question_type", "")},
+        kind=take(fields, "answer_type", str, where),
+        details={
+            "cluster": take(fields, "image_id", int, where),
+            "question_type": fields.get("question_type", ""),
+        },
     )
 
 
