@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -16,6 +19,7 @@ from conceptmoe_vl.configuration import TextConfig
 from conceptmoe_vl.layout import PackedLayout
 from conceptmoe_vl.moe import MoEBlock, RouterStatistics
 from conceptmoe_vl.products import Linear, round_rows
+from conceptmoe_vl.recomputation import every_use_cast
 
 if TYPE_CHECKING:
     from conceptmoe_vl.cache import KeyValueStore
@@ -249,6 +253,10 @@ class Stack(nn.Module):
     Args:
         layers: the layers. schedule: layer indices in the order of execution.
         text: of the rotary embedding.
+
+    Attributes:
+        gradient_checkpointing: recompute layers in the backward pass.
+        recompute_contexts: `context_fn` of that; None: all of a layer is recomputed.
     """
 
     def __init__(self, layers: list[Layer], schedule: list[int], text: TextConfig) -> None:
@@ -258,6 +266,7 @@ class Stack(nn.Module):
         assert text.head_dim is not None  # TextConfig fills it in
         self.theta, self.head_dim, self.scaling = text.rope_theta, text.head_dim, text.rope_scaling
         self.gradient_checkpointing = False
+        self.recompute_contexts: Callable[[], Any] | None = None
 
     def forward(
         self,
@@ -272,15 +281,19 @@ class Stack(nn.Module):
         """
         rotary = rotary_table(layout.positions_T, self.head_dim, self.theta, self.scaling)
         collected = []
-        for execution, index in enumerate(self.schedule):
-            store = stores[execution] if stores is not None else None
-            layer = self.layers[index]
-            if self.gradient_checkpointing and self.training:
-                x_TD, counted = torch.utils.checkpoint.checkpoint(
-                    layer, x_TD, layout, rotary, concepts, None, use_reentrant=False
-                )
-            else:
-                x_TD, counted = layer(x_TD, layout, rotary, concepts, store, statistics)
-            if counted is not None:
-                collected.append(counted)
+        is_looped = len(set(self.schedule)) < len(self.schedule)
+        with every_use_cast() if is_looped else contextlib.nullcontext():
+            for execution, index in enumerate(self.schedule):
+                store = stores[execution] if stores is not None else None
+                layer = self.layers[index]
+                if self.gradient_checkpointing and self.training:
+                    x_TD, counted = checkpoint(
+                        *(layer, x_TD, layout, rotary, concepts, None),
+                        use_reentrant=False,
+                        context_fn=self.recompute_contexts or noop_context_fn,
+                    )
+                else:
+                    x_TD, counted = layer(x_TD, layout, rotary, concepts, store, statistics)
+                if counted is not None:
+                    collected.append(counted)
         return x_TD, collected

@@ -275,8 +275,11 @@ class PromptBuilder:
         return self._tokenise(text)
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return tuple(ids)
+        # Not verbose: it would warn of texts longer than the model's rows, which packing cuts.
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
+        return tuple(encoded["input_ids"])
 
     def _split(self, text: str) -> list[Any]:
         """Stretches of text as `str`, special tokens as `("special", id)`."""

@@ -60,18 +60,29 @@ def _save_beside(processor: ConceptMoEVLProcessor, folder: Path) -> None:
 def _new_processor(
     section: ModelSection, texts: Callable[[int], Iterable[str]]
 ) -> ConceptMoEVLProcessor:
+    """A processor for the section's vision and length, on a new tokenizer or that of a model."""
+    wanted, template = section.tokenizer, None
     if section.init_from is not None:
         _require_folder(section.init_from, "model.init_from")
-        return ConceptMoEVLProcessor.from_pretrained(section.init_from)
-    wanted = section.tokenizer
-    if wanted.path is not None:
+        processor = ConceptMoEVLProcessor.from_pretrained(section.init_from)
+        tokenizer, template = processor.tokenizer, processor.chat_template
+    elif wanted.path is not None:
         _require_folder(wanted.path, "model.tokenizer.path")
         tokenizer = AutoTokenizer.from_pretrained(wanted.path)
     else:
         with _mistakes_of("model.tokenizer"):
             tokenizer = train_tokenizer(texts(wanted.max_samples), wanted.vocab_size)
-    with _mistakes_of("model.vision"):
-        return build_processor(_model_config(section, {}), tokenizer)
+    settings = _model_config(section, {})
+    base = None if section.init_from is None else _base_config(section.init_from)
+    if base is None or settings.vision != base.vision:
+        with _mistakes_of("model.vision"):
+            processor = build_processor(settings, tokenizer, template)
+    processor.tokenizer.model_max_length = settings.text.max_position_embeddings
+    return processor
+
+
+def _base_config(folder: str) -> ConceptMoEVLConfig:
+    return ConceptMoEVLConfig.from_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -98,7 +109,7 @@ def _model_config(section: ModelSection, token_ids: dict[str, int]) -> ConceptMo
     """
     given = {name: getattr(section, name) for name in _SECTIONS}
     if section.init_from is not None:
-        base = ConceptMoEVLConfig.from_pretrained(section.init_from).to_dict()
+        base = _base_config(section.init_from).to_dict()
         for name in _SECTIONS:
             given[name] = base[name] if not given[name] else {**(base[name] or {}), **given[name]}
     with _mistakes_of("model"):
@@ -128,22 +139,43 @@ def model_config(section: ModelSection, processor: ConceptMoEVLProcessor) -> Con
 def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     """The model of the run, the same weights on every rank, float32.
 
-    Raises:
-        UserError: see `model_config`.
-    """
-    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
+    `init_from` may be a model of text alone where the run has a vision section: tower and projector
+    are then new (the tower pretrained, if the section says so).
 
-    settings = model_config(config.model, processor)
+    Raises:
+        UserError: see `model_config`; or the weights of `init_from` do not fit the configuration.
+    """
+    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration as Model
+
+    settings, source = model_config(config.model, processor), config.model.init_from
     set_seed(config.training.seed)
-    if config.model.init_from is None:
-        return ConceptMoEVLForConditionalGeneration(settings).float()
-    return ConceptMoEVLForConditionalGeneration.from_pretrained(
-        config.model.init_from, config=settings
-    ).float()
+    if source is None:
+        return Model(settings).float()
+    if settings.vision is None or _base_config(source).vision is not None:
+        return Model.from_pretrained(source, config=settings).float()
+    model, text = Model(settings), Model.from_pretrained(source)
+    _take_weights(model, text.state_dict(), source)
+    model.generation_config = text.generation_config
+    return model.float()
+
+
+def _take_weights(model: Any, weights: dict[str, Any], source: str) -> None:
+    """Loads all weights of a model of text alone."""
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name not in own or own[name].shape != tensor.shape:
+            shape = tuple(own[name].shape) if name in own else "no such weight"
+            raise UserError(
+                f"model.init_from {source} has {name} {tuple(tensor.shape)}, the configuration "
+                f"asks for {shape}; change model.text or model.chunk"
+            )
+    model.load_state_dict(weights, strict=False)
 
 
 def require_same_model(config: RunConfig) -> None:
     """Raises when the run's folder has a checkpoint of another model than the configuration's.
+
+    Another model is also one of which other parameters are trained.
 
     Raises:
         UserError: names the first key that differs, with both values.
@@ -151,15 +183,33 @@ def require_same_model(config: RunConfig) -> None:
     saved = Path(config.run_dir) / "config.yaml"
     if not saved.exists() or not checkpoints_in(Path(config.run_dir) / "checkpoints"):
         return
-    before, now = _flat(read_yaml(saved).get("model", {})), _flat(config.to_dict()["model"])
-    for key in sorted(before.keys() | now.keys()):
+    before, now = _flat(_shaping(read_yaml(saved))), _flat(_shaping(config.to_dict()))
+    for key in {**before, **now}:
         absent_before = key not in before or before[key] is None
-        if before.get(key) != now.get(key) and not (key == "text.vocab_size" and key not in now):
+        if before.get(key) != now.get(key) and not (
+            key == "model.text.vocab_size" and key not in now
+        ):
             was = "absent" if absent_before else repr(before[key])
             raise UserError(
-                f"{config.run_dir} holds a run whose model.{key} is {was}, now it is "
+                f"{config.run_dir} holds a run whose {key} is {was}, now it is "
                 f"{now.get(key, 'absent')!r}; give another run_dir"
             )
+
+
+def _shaping(config: dict) -> dict:
+    """What of a configuration decides on the shape of a run's state; what does nothing is left out.
+
+    The order of names does not matter.
+    """
+    training = config.get("training", {})
+    layers, lora = training.get("freeze_layers") or {}, training.get("lora") or {}
+    parts: dict[str, Any] = {"freeze": sorted(training.get("freeze") or [])}
+    parts |= {f"freeze_layers.{stack}": each for stack, each in layers.items()}
+    parts["lora"] = {"rank": lora.get("rank", 0)}
+    if lora.get("rank"):
+        names = ("targets", "train_whole")
+        parts["lora"] |= {**lora, **{name: sorted(lora[name]) for name in names}}
+    return {"model": config.get("model", {}), "training": parts}
 
 
 def begin_again(config: RunConfig, world: World) -> bool:

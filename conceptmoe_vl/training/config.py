@@ -25,11 +25,10 @@ from .checks import require_known as _require_known
 from .chunk_schedule import ChunkSchedule
 from .health import SpikeConfig
 from .loggers import LOGGERS
+from .lora import LoraSection
+from .parts import LAYER_STACKS, PARTS, RATED_PARTS, layer_range
 from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
-
-PARTS = ("vision", "projector", "chunk", "experts", "embedding", "rest")
-LAYER_STACKS = ("vision", "encoder", "concept", "decoder")
 
 
 @dataclasses.dataclass
@@ -92,11 +91,12 @@ class TrainingConfig:
         gradient_accumulation_steps: micro-batches of each process in one optimiser step.
         learning_rate: peak rate of AdamW.
         part_learning_rates: peak rates of single parts, by name: vision, projector, chunk, experts,
-            embedding, rest; the others take `learning_rate`.
+            embedding, rest, lora; the others take `learning_rate`.
         freeze: parts that are not trained.
         freeze_layers: layers that are not trained, counted from 0, by stack (vision, encoder,
             concept, decoder): a number N is the first N, `[first, last]` a range with both ends.
             The first N of vision take the patch embedding along.
+        lora: adapters that are trained instead of the language model; off by default.
         weight_decay: on matrices alone (not on norms, biases and embeddings).
         betas, epsilon: of AdamW.
         gradient_clipping: largest norm of the whole gradient; 0 does not clip.
@@ -120,7 +120,8 @@ class TrainingConfig:
         max_nonfinite_steps: optimiser steps in a row with a loss or gradient that is not finite
             (each is skipped and counted) after which the run stops.
         spike_guard: when a loss that spikes takes the run back to a checkpoint; off by default.
-        activation_checkpointing: recompute layers in the backward pass to save memory.
+        activation_checkpointing: recompute in the backward pass to save memory: true (whole layers)
+            | selective (all but matrix products and attention; whole blocks of the vision tower).
         threads: torch threads of each process on CPU; 0 leaves torch's choice.
         timeout_minutes: how long a process waits for the others before it ends with an error.
     """
@@ -137,6 +138,7 @@ class TrainingConfig:
     part_learning_rates: dict = dataclasses.field(default_factory=dict)
     freeze: list = dataclasses.field(default_factory=list)
     freeze_layers: dict = dataclasses.field(default_factory=dict)
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     weight_decay: float = 0.1
     betas: list = dataclasses.field(default_factory=lambda: [0.9, 0.95])
     epsilon: float = 1e-8
@@ -158,7 +160,7 @@ class TrainingConfig:
     resume: str = "auto"
     max_nonfinite_steps: int = 10
     spike_guard: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = False
     threads: int = 0
     timeout_minutes: float = 30.0
 
@@ -168,6 +170,7 @@ class TrainingConfig:
             ("device", ("auto", "cpu", "cuda")),
             ("precision", ("bfloat16", "float32")),
             ("schedule", ("cosine", "wsd")),
+            ("activation_checkpointing", (False, True, "selective")),
         ):
             value = getattr(self, name)
             _require(
@@ -206,7 +209,7 @@ class TrainingConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"training.betas is {self.betas}; give two numbers from 0 to below 1",
         )
-        _require_known(self.part_learning_rates, PARTS, "training.part_learning_rates")
+        _require_known(self.part_learning_rates, RATED_PARTS, "training.part_learning_rates")
         _require_known(self.freeze, PARTS, "training.freeze")
         _require_known(self.freeze_layers, LAYER_STACKS, "training.freeze_layers")
         for stack, layers in self.freeze_layers.items():
@@ -228,15 +231,6 @@ class TrainingConfig:
         )
         _require_known(self.loggers, LOGGERS, "training.loggers")
         _require_known(self.logger_options, self.loggers, "training.logger_options")
-
-
-def layer_range(layers: Any) -> tuple[int, int] | None:
-    """First and last of the layers that a value of `freeze_layers` means; None: it means none."""
-    first, last = layers if isinstance(layers, list) and len(layers) == 2 else (0, layers)
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in (first, last)):
-        return None
-    last = last if isinstance(layers, list) else last - 1
-    return (first, last) if 0 <= first <= last else None
 
 
 @dataclasses.dataclass
@@ -273,6 +267,13 @@ class RunConfig:
     data: dict
     training: TrainingConfig
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
+
+    def __post_init__(self) -> None:
+        _require(
+            not self.training.lora.rank or self.model.init_from is not None,
+            f"training.lora.rank is {self.training.lora.rank}, but the frozen weights would be "
+            "random; name a trained model in model.init_from",
+        )
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

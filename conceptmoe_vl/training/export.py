@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from .lora import LoraSection, merge_adapters, save_adapters
 from .run_files import replace_folder
 
 
@@ -66,9 +67,7 @@ def export_model(
         weights: full weights by name, as `Engine.gather_weights` gives on rank 0.
         generation: fields of the generation configuration.
     """
-    beside = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = _new_folder(target)
     if generation:
         model.generation_config.update(**generation)
     transformers_logging.disable_progress_bar()  # the reporter speaks of the export
@@ -77,3 +76,33 @@ def export_model(
         processor.save_pretrained(beside)
     check_saved(model, beside)
     replace_folder(beside, target)
+
+
+def export_merged(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    target: Path,
+    lora: LoraSection,
+    processor: Any = None,
+    generation: dict | None = None,
+) -> None:
+    """`export_model`, with adapters (if there are any) merged, and by themselves in `adapter/`.
+
+    Args:
+        lora: what the model was prepared with; that folder stands beside `target`.
+    """
+    if lora.rank:
+        adapter = target.with_name("adapter")
+        beside = _new_folder(adapter)
+        save_adapters(model, weights, lora, beside)
+        replace_folder(beside, adapter)
+        model = merge_adapters(model, weights, lora)
+        weights = model.state_dict()
+    export_model(model, weights, target, processor, generation)
+
+
+def _new_folder(target: Path) -> Path:
+    beside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside

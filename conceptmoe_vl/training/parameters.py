@@ -1,16 +1,4 @@
-"""Parts of the model, their learning rates, and what is trained.
-
-A part is decided by names of modules on the way to a parameter, the first rule that matches:
-
-| part | parameters |
-| --- | --- |
-| projector | between the vision tower and the language model |
-| vision | the timm tower |
-| chunk | the boundary router and what joins concepts to tokens |
-| embedding | the token embedding and the head |
-| experts | expert matrices and their routers |
-| rest | attention, norms and all else |
-"""
+"""The optimiser over the parts of a model: learning rates, weight decay, and a summary."""
 
 from __future__ import annotations
 
@@ -22,24 +10,8 @@ from torch import nn
 
 from conceptmoe_vl.errors import UserError
 
-from .config import PARTS, TrainingConfig
-
-_RULES = (
-    ("projector", ("projector",)),
-    ("vision", ("vision", "vision_tower", "tower")),
-    ("chunk", ("chunk", "to_concept", "from_concept", "joint")),
-    ("embedding", ("embed_tokens", "lm_head")),
-    ("experts", ("experts", "shared", "shared_gate", "gate")),
-)
-
-
-def part_of(name: str) -> str:
-    """The part that a parameter of this dotted name belongs to."""
-    pieces = name.split(".")
-    for part, modules in _RULES:
-        if any(piece in modules for piece in pieces):
-            return part
-    return "rest"
+from .config import TrainingConfig
+from .parts import RATED_PARTS, part_of
 
 
 def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
@@ -75,7 +47,7 @@ def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict]:
                 f"training.part_learning_rates names '{part}', but no such parameter is trained"
             )
     result = []
-    for part, decayed in sorted(groups, key=lambda key: (PARTS.index(key[0]), not key[1])):
+    for part, decayed in sorted(groups, key=lambda key: (RATED_PARTS.index(key[0]), not key[1])):
         rate = config.part_learning_rates.get(part, config.learning_rate)
         result.append(
             {
@@ -91,7 +63,7 @@ def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict]:
 
 def summarise_parts(model: nn.Module, config: TrainingConfig) -> Iterator[PartSummary]:
     """The parts that the model has, in a fixed order."""
-    for part in PARTS:
+    for part in RATED_PARTS:
         chosen = [
             parameter for name, parameter in model.named_parameters() if part_of(name) == part
         ]

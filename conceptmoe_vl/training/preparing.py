@@ -1,49 +1,48 @@
-"""What a model goes through before its first step: freezing of parts and layers, recomputation."""
+"""What a model goes through before its first step: adapters, freezing, recomputation."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.layers import Stack
+from conceptmoe_vl.recomputation import keep_products
 
-from .config import TrainingConfig, layer_range
-from .parameters import part_of
-
-_LAYER = re.compile(
-    r"^(?:vision\.model\.blocks|language_model\.(encoder|concept|decoder)\.layers)\.(\d+)\."
-)
-# What stands behind the blocks of a tower, so that freezing its first blocks leaves it alone.
-_BEHIND_BLOCKS = re.compile(r"^vision\.model\.(norm|fc_norm|attn_pool|head)\b")
+from .config import TrainingConfig
+from .lora import add_adapters
+from .parts import layer_of, layer_range, part_of
+from .run_files import set_seed
 
 
 def prepare_model(model: Any, config: TrainingConfig) -> None:
     """Sets what is trained and what is recomputed in the backward pass.
 
     Raises:
-        UserError: see `freeze`.
+        UserError: see `add_adapters` and `freeze`.
     """
+    if config.lora.rank:
+        set_seed(config.seed)  # adapters start the same on every rank
+        add_adapters(model, config.lora)
     freeze(model, config)
     if config.activation_checkpointing:
-        # Under the name of either transformers version.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)()
+        recompute(model, selective=config.activation_checkpointing == "selective")
 
 
-def layer_of(name: str) -> tuple[str, int] | None:
-    """Stack and number of the layer that a parameter of this dotted name is in.
+def recompute(model: Any, selective: bool) -> None:
+    """Activation checkpointing of every layer of E, C and D and every block of the tower.
 
-    What stands before a tower's blocks (patches, positions, class tokens) has the number -1; what
-    is in no layer gives None.
+    Args:
+        selective: layers keep the results of matrix products and attention; blocks do not.
     """
-    match = _LAYER.match(name)
-    if match is not None:
-        return match[1] or "vision", int(match[2])
-    before_blocks = name.startswith("vision.model.") and not _BEHIND_BLOCKS.match(name)
-    return ("vision", -1) if before_blocks else None
+    # Under the name of either transformers version.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
+    for module in model.modules():
+        if isinstance(module, Stack):
+            module.recompute_contexts = keep_products if selective else None
 
 
 def freeze(model: nn.Module, config: TrainingConfig) -> None:
@@ -106,11 +105,20 @@ def _keep_statistics(model: nn.Module) -> None:
                 module.register_forward_pre_hook(lambda norm, _: norm.eval() and None)
 
 
-def describe_frozen_layers(config: TrainingConfig) -> str:
-    """`vision 0-5, encoder 0`: what the table at the start says; empty where nothing is."""
+def describe_choice(config: TrainingConfig) -> list[str]:
+    """Lines for below the table at the start: frozen layers and adapters, where there are any."""
+    lines = []
     ranges = {stack: layer_range(layers) for stack, layers in config.freeze_layers.items()}
-    return ", ".join(
-        f"{stack} {limits[0]}" + (f"-{limits[1]}" if limits[1] > limits[0] else "")
-        for stack, limits in ranges.items()
-        if limits is not None
-    )
+    if ranges:
+        named = (
+            f"{stack} {limits[0]}" + (f"-{limits[1]}" if limits[1] > limits[0] else "")
+            for stack, limits in ranges.items()
+            if limits is not None
+        )
+        lines.append(f"frozen layers: {', '.join(named)}")
+    if config.lora.rank:
+        lines.append(
+            f"adapters of rank {config.lora.rank} on {', '.join(config.lora.targets)}; trained "
+            f"whole beside them: {', '.join(config.lora.train_whole) or 'nothing'}"
+        )
+    return lines

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from .config import TrainingConfig
 from .parameters import PartSummary
-from .preparing import describe_frozen_layers
+from .preparing import describe_choice
 
 _QUIET_INTERVAL = 30.0  # seconds between two lines when the output is no terminal
 
@@ -68,9 +68,8 @@ class Reporter:
             total, trained = total + part.parameters, trained + part.trainable
         table.add_row("all", f"{total:,}", f"{trained:,}", "", style="bold")
         self._console.print(table)
-        layers = describe_frozen_layers(config)
-        if layers:
-            self.say(f"frozen layers: {layers}")
+        for line in describe_choice(config):
+            self.say(line)
 
     def update(self, metrics: dict[str, Any], progress: float) -> None:
         """After every step: moves the bar, or prints a line now and then."""

@@ -34,7 +34,7 @@ from .chunk_schedule import ChunkScheduler
 from .config import TrainingConfig
 from .distributed import World, ensure_folder, sum_over_ranks, wait_for_all
 from .engine import build_engine
-from .export import export_model
+from .export import export_merged
 from .health import FiniteGuard, SpikeGuard
 from .held_out import evaluate_held_out
 from .metrics import Speed, StepStatistics, peak_memory_bytes
@@ -392,7 +392,8 @@ class Trainer:
         self._log.warn(self.step_number, self._chunks.unfinished())
         weights = self.engine.gather_weights()
         if weights is not None:
-            export_model(self.engine.module, weights, target, self._processor, self._generation)
+            saved = (self.config.lora, self._processor, self._generation)
+            export_merged(self.engine.module, weights, target, *saved)
         wait_for_all()
         self.reporter.say(f"model written to {target}")
         return target

@@ -80,7 +80,7 @@ SPECS = [
 ]
 
 
-def launch(specs: list[dict], out: Path, processes: int) -> list[dict]:
+def launch(specs: list[dict], out: Path, processes: int, timeout: int = TIMEOUT) -> list[dict]:
     """Results of every rank. What was written counts, not how gloo processes end."""
     (out / "specs.json").write_text(json.dumps(specs))
     launcher = [sys.executable]
@@ -90,7 +90,7 @@ def launch(specs: list[dict], out: Path, processes: int) -> list[dict]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, "-m", "tests.training.worker", str(out / "specs.json"), str(out)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=TIMEOUT, capture_output=True, text=True
+        command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True
     )
     written = [out / f"rank-{rank}.json" for rank in range(processes)]
     assert all(path.exists() for path in written), done.stderr[-5000:]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.training import Trainer, TrainingConfig, World
+from conceptmoe_vl.training import ModelSection, RunConfig, Trainer, TrainingConfig, World
+from conceptmoe_vl.training.build import require_same_model
 from conceptmoe_vl.training.chunk_schedule import ChunkSchedule
-from conceptmoe_vl.training.parameters import part_of
-from conceptmoe_vl.training.preparing import freeze, layer_of
+from conceptmoe_vl.training.lora import LoraSection
+from conceptmoe_vl.training.parts import layer_of, part_of
+from conceptmoe_vl.training.preparing import freeze
 from tests.tiny import PLAIN_VISION, tiny_model
 from tests.training.synthetic import SyntheticStream
 
@@ -128,3 +132,23 @@ def test_layers_that_mean_nothing_are_refused(layers, message):
 def test_the_table_names_frozen_layers(tmp_path, capsys):
     train(deep_model(), tmp_path, config(freeze_layers={"vision": 2, "concept": [1, 1]}), steps=0)
     assert "frozen layers: vision 0-1, concept 1" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_the_parameters_it_began_to_train(tmp_path):
+    def run(**training) -> RunConfig:
+        settings = config(**training)
+        model = ModelSection(init_from="base", text={"hidden_size": 32})
+        return RunConfig(str(tmp_path), model, {"shards": "x.tar"}, settings)
+
+    (tmp_path / "checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-1/manifest.json").write_text("{}")
+    began = {"freeze": ["vision", "rest"], "freeze_layers": {"encoder": 1}}
+    run(**began).save(tmp_path / "config.yaml")
+    require_same_model(run(**{**began, "freeze": ["rest", "vision"]}, learning_rate=0.5))
+    for changed, message in (
+        ({"freeze": ["vision"]}, "training.freeze is ['rest', 'vision'], now it is ['vision']"),
+        ({"freeze_layers": {}}, "training.freeze_layers.encoder is 1, now it is 'absent'"),
+        ({"lora": LoraSection(rank=2)}, "training.lora.rank is 0, now it is 2"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            require_same_model(run(**{**began, **changed}))

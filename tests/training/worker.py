@@ -5,7 +5,8 @@
 
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
 auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, held_out_missing,
-checkpoint_every, evaluate_every, run_dir, engine.
+checkpoint_every, evaluate_every, run_dir, engine, freeze, freeze_layers, lora,
+activation_checkpointing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from conceptmoe_vl.training import Trainer, TrainingConfig, World, distributed
+from conceptmoe_vl.training.lora import LoraSection
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
 
@@ -43,6 +45,10 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         epsilon=1e-3,  # with less, Adam turns rounding noise of idle weights into full steps
         checkpoint_every=spec.get("checkpoint_every", 0),
         max_nonfinite_steps=spec.get("max_nonfinite_steps", 10),
+        freeze=spec.get("freeze", []),
+        freeze_layers=spec.get("freeze_layers", {}),
+        lora=LoraSection(**spec.get("lora", {})),
+        activation_checkpointing=spec.get("activation_checkpointing", False),
     )
     text = {"tie_word_embeddings": spec.get("tied", False)}
     chunk = {"noise": spec.get("noise", "none"), "image_mode": "grid"}
