@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks",
         required=True,
         metavar="NAMES",
-        help="tasks, with commas: easy_vqa",
+        help="tasks, with commas: easy_vqa, or YAML files that describe one",
     )
     parser.add_argument(
         "--data", metavar="PATH", help="folder or file of the data (default: the task's own)"

@@ -1,8 +1,9 @@
 """Several processes of one evaluation: each asks its share, and none waits for a dead one.
 
-Launchers (`torchrun --nproc_per_node 2 -m eval ...`) set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT; without them the evaluation is one process and needs no port. Processes exchange
-Python objects alone, by gloo, also where their models lie on GPUs.
+Launchers (`torchrun --nproc_per_node 2 -m eval ...`) say which process this is; without one the
+evaluation is one process and needs no port. Processes exchange Python objects alone, by gloo, also
+where their models lie on GPUs. Unlike ranks in training they meet in no collective for hours, which
+a killed one would break: its silence has to be noticed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.training.launch_environment import complete_environment, read_number
 
 # A process beats once a second from a thread of its own. Loading and asking release the
 # interpreter's lock for all but moments; half a minute of silence is a process that has ended.
@@ -116,13 +118,6 @@ class _Watch:
         return None
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise UserError(f"environment variable {name} is {text!r}; launchers set it to a number")
-    return int(text)
-
-
 @contextmanager
 def joined(silence: float = _SILENCE) -> Iterator[World]:
     """The processes that the launcher started, for the length of the block.
@@ -133,7 +128,10 @@ def joined(silence: float = _SILENCE) -> Iterator[World]:
     Args:
         silence: seconds without a sign of life after which a process counts as dead.
     """
-    world = World(_number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0))
+    complete_environment(os.environ)
+    world = World(
+        read_number("RANK", 0), read_number("WORLD_SIZE", 1), read_number("LOCAL_RANK", 0)
+    )
     if world.size == 1:
         yield world
         return

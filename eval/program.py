@@ -20,7 +20,7 @@ from eval.efficiency import mean_cost
 from eval.processes import World, joined
 from eval.replies import ReplyStore, checksum, folder_checksum
 from eval.report import Speed, print_report, summarise, write_results, write_samples
-from eval.runner import Asked, Sample, ask, to_sample
+from eval.runner import Asked, Asker, Sample, to_sample
 from eval.tasks import Question, Task, get_tasks
 
 _LIBRARIES = ("torch", "transformers", "timm", "numpy", "tokenizers")
@@ -36,8 +36,7 @@ class _Run:
 
     arguments: argparse.Namespace
     world: World
-    model: Any
-    processor: Any
+    asker: Asker
     output: Path
     identity: dict[str, Any]
 
@@ -69,7 +68,8 @@ def evaluate_tasks(arguments: argparse.Namespace) -> None:
         check_reachable(model, arguments.compression)
         output = arguments.output or default_output(Path(arguments.model))
         identity = _identity(model, arguments, world)
-        run = _Run(arguments, world, model, processor, Path(output), identity)
+        asker = Asker(model, processor, arguments.batch_size, arguments.compression)
+        run = _Run(arguments, world, asker, Path(output), identity)
         for task in tasks:
             _evaluate_task(task, questions[task.name], run)
 
@@ -109,16 +109,7 @@ def _evaluate_task(task: Task, questions: Sequence[Question], run: _Run) -> None
     shown = world.is_main and errors.is_terminal
     with Progress(console=errors, disable=not shown) as progress:
         bar = progress.add_task(task.name, total=len(mine))
-        asked = ask(
-            run.model,
-            run.processor,
-            task,
-            mine,
-            arguments.batch_size,
-            store,
-            arguments.compression,
-            lambda count: progress.advance(bar, count),
-        )
+        asked = run.asker.ask(task, mine, store, lambda count: progress.advance(bar, count))
     store.close()
     parts = world.gather(asked)
     if world.is_main:
@@ -134,7 +125,7 @@ def _write(task: Task, questions: Sequence[Question], parts: list[Asked], run: _
     ]
     keys = [parts[number % size].keys[number // size] for number in range(len(questions))]
     speed = Speed(sum(part.new for part in parts), max(part.seconds for part in parts))
-    costs = mean_cost(run.model.config, [sample.reply for sample in samples])
+    costs = mean_cost(run.asker.model.config, [sample.reply for sample in samples])
     results = (
         summarise(task, samples, speed)
         | costs
@@ -175,5 +166,5 @@ def _run_settings(run: _Run) -> dict[str, Any]:
         "batch_size": run.arguments.batch_size,
         "processes": run.world.size,
         "threads": torch.get_num_threads(),
-        "device": str(run.model.device),
+        "device": str(run.asker.model.device),
     }

@@ -43,6 +43,7 @@ def summarise(task: Task, samples: Sequence[Sample], speed: Speed) -> dict[str, 
             for kind in kinds
         },
         "empty_answers": sum(not sample.parsed for sample in samples),
+        "ties": sum(_is_tie(sample) for sample in samples) if task.mode == "choose" else None,
         "ratio": _ratio(samples, MODALITIES),
         "ratio_by_modality": ratios,
         "prompt_tokens": prompt_tokens,
@@ -64,6 +65,11 @@ def _figures(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
         "count": len(samples),
         "figures": {name: figure.to_json() for name, figure in figures.items()},
     }
+
+
+def _is_tie(sample: Sample) -> bool:
+    totals = [total for total, _ in sample.reply.log_likelihoods]
+    return totals.count(max(totals)) > 1
 
 
 def _ratio(samples: Sequence[Sample], modalities: Sequence[str]) -> float | None:
@@ -118,6 +124,8 @@ def _remarks(results: dict[str, Any]) -> list[str]:
     official = results["official_size"]
     if official is not None and count != official:
         lines.append(f"note: {count} of the {official} official questions: no official score")
+    if results["ties"]:
+        lines.append(f"note: {results['ties']} questions have several likeliest choices: the first")
     if results["empty_answers"]:
         lines.append(f"note: {results['empty_answers']} answers are empty and count as wrong")
     return lines

@@ -1,16 +1,19 @@
-"""Asks a task's questions in batches and counts how far the model compressed each prompt."""
+"""Asks a task's questions, or takes likelihoods, and counts how far each prompt was compressed."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from conceptmoe_vl.asking import answer_conversations
+from conceptmoe_vl.asking import Answer, make_answer
+from conceptmoe_vl.continuous_batching import RequestError, generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
 from eval.replies import Reply, ReplyStore, question_key
 from eval.tasks import Question, Scored, Task
@@ -54,48 +57,76 @@ class Sample:
 
 
 def to_sample(task: Task, question: Question, reply: Reply) -> Sample:
-    parsed = task.parse(reply.text, question)
-    return Sample(question, reply, parsed, task.score(parsed, question))
+    """The reply read and scored.
+
+    A choice is the one with the highest log-likelihood, of equal ones the first. The second score
+    is that of the choice with the highest log-likelihood per character. Of a text the score is the
+    geometric mean of its tokens' probabilities.
+    """
+    if task.mode == "generate":
+        parsed = task.parse(reply.text, question)
+        return Sample(question, reply, parsed, task.score(parsed, question))
+    if task.mode == "perplexity":
+        ((total, tokens),) = reply.log_likelihoods
+        return Sample(question, reply, f"{math.exp(-total / tokens):.6g}", math.exp(total / tokens))
+    totals = [total for total, _ in reply.log_likelihoods]
+    per_character = [
+        total / len(choice) for total, choice in zip(totals, question.choices, strict=True)
+    ]
+    parsed, normalised = (
+        task.parse(question.choices[values.index(max(values))], question)
+        for values in (totals, per_character)
+    )
+    return Sample(
+        question, reply, parsed, task.score(parsed, question), task.score(normalised, question)
+    )
 
 
-@dataclass
-class PromptCounter:
-    """Tokens and concepts of each prompt that the model reads, by modality.
+@contextmanager
+def watch_prompts(model: Any, on_row: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Calls `on_row` with ids and boundaries, `[T]` each, of every row that the model reads.
 
-    Generated tokens are not counted: rows that have ended would count too. Boundaries that are
-    forced (document starts, image marks) count, as they do in training.
+    Generated tokens are left out: rows that have ended would count too.
     """
 
-    tokens: list[dict[str, int]] = field(default_factory=list)
-    concepts: list[dict[str, int]] = field(default_factory=list)
-
-    @contextmanager
-    def watch(self, model: Any) -> Iterator[PromptCounter]:
-        """Counts every prompt that the model reads within the block, row by row."""
-        handle = model.register_forward_hook(self._count, with_kwargs=True)
-        try:
-            yield self
-        finally:
-            handle.remove()
-
-    def _count(self, model: Any, _args: tuple, inputs: dict[str, Any], output: Any) -> None:
+    def read(_model: Any, _args: tuple, inputs: dict[str, Any], output: Any) -> None:
         ids = inputs["input_ids"]
-        if ids.shape[1] == 1:  # a generated token
+        if ids.ndim == 2 and ids.shape[1] == 1:  # a generated token
             return
-        mask = inputs.get("attention_mask")  # generation leaves it out where nothing is padded
-        kept = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
-        boundary = output.chunks.boundary_mask.cpu()
-        lengths = kept.sum(1).tolist()
-        if boundary.numel() != sum(lengths):
+        if ids.ndim == 1:
+            packed, lengths = ids, inputs["cu_seqlens"].diff().tolist()
+        else:
+            mask = inputs.get("attention_mask")  # not there where nothing is padded
+            kept = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
+            packed, lengths = ids[kept], kept.sum(1).tolist()
+        boundary = output.chunks.boundary_mask
+        if boundary.numel() != packed.numel():
             raise RuntimeError(
-                f"the model reports {boundary.numel()} boundaries for {sum(lengths)} tokens"
+                f"the model reports {boundary.numel()} boundaries for {packed.numel()} tokens"
             )
-        image_id = -1 if model.config.vision is None else model.config.image_token_id
-        is_image = (ids[kept] == image_id).cpu()
-        for row, fired in zip(is_image.split(lengths), boundary.split(lengths), strict=True):
-            chosen = dict(zip(MODALITIES, (row, ~row), strict=True))
-            self.tokens.append({name: int(part.sum()) for name, part in chosen.items()})
-            self.concepts.append({name: int(fired[part].sum()) for name, part in chosen.items()})
+        parts = (packed.cpu().split(lengths), boundary.cpu().split(lengths))
+        for row, fired in zip(*parts, strict=True):
+            on_row(row, fired)
+
+    handle = model.register_forward_hook(read, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def count_by_modality(
+    model: Any, ids_T: Tensor, boundary_T: Tensor
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Tokens and concepts of a prompt. Boundaries that are forced (document starts, image marks)
+    count, as they do in training.
+    """
+    is_image = ids_T == (-1 if model.config.vision is None else model.config.image_token_id)
+    chosen = dict(zip(MODALITIES, (is_image, ~is_image), strict=True))
+    return (
+        {name: int(part.sum()) for name, part in chosen.items()},
+        {name: int(boundary_T[part].sum()) for name, part in chosen.items()},
+    )
 
 
 @dataclass
@@ -113,98 +144,128 @@ class Asked:
     seconds: float
 
 
-def ask(
-    model: Any,
-    processor: Any,
-    task: Task,
-    questions: Sequence[Question],
-    batch_size: int,
-    store: ReplyStore,
-    compression: float | None = None,
-    on_replies: Callable[[int], None] = lambda count: None,
-) -> Asked:
-    """Asks every question alone, in the given order; what the store holds is not asked again.
+@dataclass(frozen=True)
+class Asker:
+    """A model with all that its replies depend on, and how many questions it takes at once.
 
-    Args:
-        batch_size: questions that are answered at once, left-padded; it changes no answer.
+    Fields:
+        batch_size: answers that are generated together; it changes none of them.
         compression: wanted tokens per concept; None: what the model was trained for.
-        on_replies: called with the number of replies that have come in since its last call.
-
-    Raises:
-        UserError: an image cannot be decoded; the key is named. Nothing is skipped.
     """
-    started = time.perf_counter()
-    keys = [question_key(task, question) for question in questions]
-    # Equal questions have equal replies: each is asked once.
-    open_questions = {
-        key: question
-        for key, question in zip(keys, questions, strict=True)
-        if store.get(key) is None
-    }
-    on_replies(len(questions) - len(open_questions))
-    todo = list(open_questions.items())
-    with torch.inference_mode():
-        for start in range(0, len(todo), batch_size):
-            batch = todo[start : start + batch_size]
-            replies = _reply(model, processor, task, [q for _, q in batch], compression)
-            for (key, _), reply in zip(batch, replies, strict=True):
-                store.add(key, reply)
-            on_replies(len(batch))
-    found = [store.get(key) for key in keys]
-    replies = [reply for reply in found if reply is not None]
-    return Asked(replies, keys, len(todo), time.perf_counter() - started)
 
+    model: Any
+    processor: Any
+    batch_size: int
+    compression: float | None = None
 
-def _reply(
-    model: Any,
-    processor: Any,
-    task: Task,
-    questions: Sequence[Question],
-    compression: float | None,
-) -> list[Reply]:
-    counter = PromptCounter()
-    try:
-        conversations = [with_images(question.messages) for question in questions]
-        with counter.watch(model):
-            answers = answer_conversations(
-                model, processor, conversations, task.max_new_tokens, compression
-            )
-    except UserError as error:
-        if len(questions) == 1:
-            raise UserError(f"question '{questions[0].key}' cannot be asked: {error}") from error
-        # Somewhere in the batch: asked one by one, the culprit names itself.
-        return [
-            reply
-            for one in questions
-            for reply in _reply(model, processor, task, [one], compression)
-        ]
-    return [
-        Reply(
-            answer.text,
-            answer.raw,
-            answer.prompt,
-            answer.prompt_tokens,
-            answer.answer_tokens,
-            tokens,
-            concepts,
-        )
-        for answer, tokens, concepts in zip(answers, counter.tokens, counter.concepts, strict=True)
-    ]
+    def ask(
+        self,
+        task: Task,
+        questions: Sequence[Question],
+        store: ReplyStore,
+        on_replies: Callable[[int], None] = lambda count: None,
+    ) -> Asked:
+        """Asks every question alone; what the store holds is not asked again.
 
+        Args:
+            on_replies: called with the number of replies that have come in since its last call.
 
-def with_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the images fetched that are given as functions."""
-
-    def fetched(part: dict[str, Any]) -> dict[str, Any]:
-        is_lazy = part["type"] == "image" and callable(part.get("image"))
-        return {**part, "image": part["image"]()} if is_lazy else part
-
-    return [
-        {
-            **message,
-            "content": message["content"]
-            if isinstance(message["content"], str)
-            else [fetched(part) for part in message["content"]],
+        Raises:
+            UserError: an image cannot be decoded; the key is named. Nothing is skipped.
+        """
+        started = time.perf_counter()
+        keys = [question_key(task, question) for question in questions]
+        # Equal questions have equal replies: each is asked once.
+        todo = {
+            key: question
+            for key, question in zip(keys, questions, strict=True)
+            if store.get(key) is None
         }
-        for message in messages
-    ]
+        on_replies(len(questions) - len(todo))
+
+        def keep(key: str, reply: Reply) -> None:
+            store.add(key, reply)
+            on_replies(1)
+
+        if todo:
+            ask = self._generate if task.mode == "generate" else self._take_likelihoods
+            ask(task, todo, keep)
+        found = [store.get(key) for key in keys]
+        replies = [each for each in found if each is not None]
+        return Asked(replies, keys, len(todo), time.perf_counter() - started)
+
+    def _generate(
+        self, task: Task, todo: dict[str, Question], keep: Callable[[str, Reply], None]
+    ) -> None:
+        keys, questions = list(todo), list(todo.values())
+        counts: list[tuple[dict[str, int], dict[str, int]]] = []  # prompts are read in their order
+
+        def count(ids_T: Tensor, boundary_T: Tensor) -> None:
+            counts.append(count_by_modality(self.model, ids_T, boundary_T))
+
+        def on_answer(number: int, answer: Answer) -> None:
+            keep(keys[number], _to_reply(answer, counts[number]))
+
+        with _named_by(questions), watch_prompts(self.model, count):
+            generate_all(
+                self.model,
+                self.processor,
+                [question.messages for question in questions],
+                task.max_new_tokens,
+                self.batch_size,
+                task.stop,
+                self.compression,
+                on_answer,
+            )
+
+    def _take_likelihoods(
+        self, task: Task, todo: dict[str, Question], keep: Callable[[str, Reply], None]
+    ) -> None:
+        """One question at a time, on all devices: the same sums to the bit, whatever stands beside
+        it. Its choices share their prompt.
+        """
+        for key, question in todo.items():
+            keep(key, self._likelihoods_of(task, question))
+
+    def _likelihoods_of(self, task: Task, question: Question) -> Reply:
+        texts = question.choices if task.mode == "choose" else question.references[:1]
+        if not texts or (task.mode == "choose" and not question.messages):
+            needed = "messages and choices" if task.mode == "choose" else "a reference"
+            raise UserError(f"question '{question.key}': mode {task.mode} needs {needed}")
+        rows: list[tuple[Tensor, Tensor]] = []
+        requests = [(question.messages or "", text) for text in texts]
+        with (
+            _named_by([question] * len(texts)),
+            watch_prompts(self.model, lambda ids_T, fired_T: rows.append((ids_T, fired_T))),
+        ):
+            found = log_likelihoods(
+                self.model, self.processor, requests, self.batch_size, self.compression
+            )
+        ids_T, boundary_T = rows[0]
+        # A single text is read behind its prompt in one call, but for its last token.
+        length = len(ids_T) - (found[0].tokens - 1 if len(texts) == 1 else 0)
+        answer = make_answer(ids_T[:length].tolist(), [], self.model, self.processor)
+        counts = count_by_modality(self.model, ids_T[:length], boundary_T[:length])
+        return _to_reply(answer, counts, tuple((each.sum, each.tokens) for each in found))
+
+
+def _to_reply(
+    answer: Answer,
+    counts: tuple[dict[str, int], dict[str, int]],
+    pairs: tuple[tuple[float, int], ...] = (),
+) -> Reply:
+    return Reply(
+        *(answer.text, answer.raw, answer.prompt, answer.prompt_tokens, answer.answer_tokens),
+        *counts,
+        pairs,
+    )
+
+
+@contextmanager
+def _named_by(questions: Sequence[Question]) -> Iterator[None]:
+    """Names the question of a request that cannot be asked."""
+    try:
+        yield
+    except RequestError as error:
+        key = questions[error.number].key
+        raise UserError(f"question '{key}' cannot be asked: {error}") from error

@@ -175,20 +175,33 @@ def all_tasks() -> dict[str, Task]:
 
 
 def get_tasks(names: str) -> list[Task]:
-    """Tasks by their names, separated by commas.
+    """Tasks by their names or by the YAML files that describe them, separated by commas.
 
     Raises:
-        UserError: a name is unknown; names the nearest one and all of them.
+        UserError: a name is unknown; names the nearest one and all of them. A file cannot be used,
+            or two tasks have one name.
     """
+    from eval.described import read_task
+
     known = all_tasks()
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, tuple[str, Task]] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
-        if name not in known:
+        if name.endswith((".yaml", ".yml")):
+            task = read_task(Path(name))
+        elif name in known:
+            task = known[name]
+        else:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"--tasks: unknown task '{name}'; the nearest is '{near}', all: {', '.join(known)}"
+                f"--tasks: unknown task '{name}'; the nearest is '{near}', all: "
+                f"{', '.join(known)}, or YAML files"
             )
-        chosen[name] = known[name]
+        before = chosen.setdefault(task.name, (name, task))[0]
+        if before != name:
+            raise UserError(
+                f"--tasks: '{before}' and '{name}' are both named '{task.name}'; give one of them "
+                "another name"
+            )
     if not chosen:
-        raise UserError(f"--tasks names no task; choose among: {', '.join(known)}")
-    return list(chosen.values())
+        raise UserError(f"--tasks names no task; choose among: {', '.join(known)}, or YAML files")
+    return [task for _, task in chosen.values()]

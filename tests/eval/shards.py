@@ -58,3 +58,12 @@ def small_set(folder: Path, pictures: int = 3) -> Path:
         records[f"test{number:04d}"] = (conversation(*turns), [png(colour)])
     write_shard(folder / "test-000000.tar", records)
     return folder
+
+
+def describe_tasks(folder: Path, pictures: int = 3) -> str:
+    """For `--tasks`: questions of `small_set`, once answered and once by the likeliest choice."""
+    small_set(folder, pictures)
+    for mode in ("generate", "choose"):
+        text = "data: test-*.tar\nchoices: [red, blue, green, 'no', rectangle]\n"
+        (folder / f"{mode}.yaml").write_text(f"{text}mode: {mode}\n")
+    return f"{folder / 'generate.yaml'},{folder / 'choose.yaml'}"

@@ -14,7 +14,7 @@ import pytest
 
 from eval.__main__ import main
 from eval.processes import World
-from tests.eval.shards import small_set
+from tests.eval.shards import describe_tasks
 from tests.model_folder import save_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -91,8 +91,8 @@ def test_a_fault_that_all_find_is_told_once():
 @pytest.mark.distributed
 def test_two_processes_find_what_one_finds(tmp_path):
     model = save_model_folder(tmp_path / "model")
-    data = small_set(tmp_path / "data", pictures=3)
-    words = ["--model", str(model), "--data", str(data), "--tasks", "easy_vqa", "--device", "cpu"]
+    tasks = describe_tasks(tmp_path / "data")
+    words = ["--model", str(model), "--tasks", tasks, "--device", "cpu"]
     assert main([*words, "--output", str(tmp_path / "one"), "--batch-size", "4"]) == 0
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
@@ -104,15 +104,15 @@ def test_two_processes_find_what_one_finds(tmp_path):
         timeout=WAIT,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("results:") == 1
-    one, two = (tmp_path / name / "easy_vqa" for name in ("one", "two"))
-    assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
-    results = [json.loads((folder / "results.json").read_text()) for folder in (one, two)]
-    assert [part.pop("run")["processes"] for part in results] == [1, 2]
-    assert [part.pop("speed")["asked"] for part in results] == [9, 9]
-    assert results[0] == results[1]
-    asked = [len(path.read_bytes().split()) for path in (tmp_path / "two").rglob("replies/*/*")]
-    assert len(asked) == 2
+    assert ended.stdout.count("results:") == 2
+    for task in ("generate", "choose"):
+        one, two = (tmp_path / name / task for name in ("one", "two"))
+        assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
+        results = [json.loads((folder / "results.json").read_text()) for folder in (one, two)]
+        assert [part.pop("run")["processes"] for part in results] == [1, 2]
+        assert [part.pop("speed")["asked"] for part in results] == [9, 9]
+        assert results[0] == results[1]
+    assert len(list((tmp_path / "two").rglob("replies/*/*.jsonl"))) == 2
 
 
 def test_each_process_has_the_device_of_its_local_rank():

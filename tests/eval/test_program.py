@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from eval import runner
 from eval.__main__ import main
 from eval.program import default_output
-from tests.eval.shards import conversation, png, small_set, write_shard
+from eval.replies import ReplyStore
+from tests.eval.shards import conversation, describe_tasks, png, small_set, write_shard
 from tests.model_folder import save_model_folder
 
 
@@ -107,22 +107,36 @@ def test_the_batch_size_changes_nothing(model_folder, data, tmp_path):
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+def test_the_batch_size_changes_no_likelihood(model_folder, tmp_path):
+    tasks = describe_tasks(tmp_path / "data")
+    outcomes = []
+    for size in ("1", "4", "16"):
+        words = ["--model", str(model_folder), "--tasks", tasks, "--device", "cpu"]
+        assert main([*words, "--output", str(tmp_path / size), "--batch-size", size]) == 0
+        folder = tmp_path / size / "choose"
+        results = json.loads((folder / "results.json").read_text())
+        outcomes.append((without_speed(results), (folder / "samples.jsonl").read_text()))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    rows = [json.loads(line) for line in outcomes[0][1].splitlines()]
+    assert all(len(row["log_likelihoods"]) == len(row["choices"]) == 5 for row in rows)
+    assert results["ties"] == 0
+    assert list(results["figures"]) == ["accuracy", "accuracy_normalised"]
+
+
 def test_a_killed_evaluation_goes_on_where_it_was(model_folder, data, tmp_path, monkeypatch):
     assert run(model_folder, data, tmp_path / "unbroken") == 0
-    batches = []
+    add = ReplyStore.add
 
-    def killed_at_the_third_batch(*arguments):
-        batches.append(len(arguments[3]))
-        if len(batches) == 3:
+    def killed_at_the_fifth_reply(store, key, reply):
+        if len(store._replies) == 4:
             raise KeyboardInterrupt
-        return answer(*arguments)
+        add(store, key, reply)
 
-    answer = runner._reply
-    monkeypatch.setattr(runner, "_reply", killed_at_the_third_batch)
+    monkeypatch.setattr(ReplyStore, "add", killed_at_the_fifth_reply)
     assert run(model_folder, data, tmp_path / "broken", "--batch-size", "2") == 130
     assert not (tmp_path / "broken" / "easy_vqa").exists()
+    monkeypatch.setattr(ReplyStore, "add", add)
     assert run(model_folder, data, tmp_path / "broken", "--batch-size", "4") == 0
-    assert batches == [2, 2, 2, 4, 1]
     whole, mended = (read(tmp_path / name) for name in ("unbroken", "broken"))
     assert without_speed(mended[0]) == without_speed(whole[0])
     assert mended[1] == whole[1]

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
+import torch
 
 from conceptmoe_vl.asking import load_pretrained
 from conceptmoe_vl.errors import UserError
-from eval.replies import ReplyStore, question_key
-from eval.runner import ask
-from eval.tasks import Question, Task
+from eval.replies import Reply, ReplyStore, question_key
+from eval.runner import Asker, to_sample
+from eval.tasks import Question, Task, mean_perplexity, mean_score
 from tests.eval.shards import png
 from tests.model_folder import save_model_folder
 
@@ -36,35 +38,36 @@ def test_images_are_fetched_when_their_question_is_asked(loaded, tmp_path):
         return fetch
 
     questions = [question(str(number), image(number)) for number in range(2)]
-    ask(*loaded, TASK, questions, 1, ReplyStore(tmp_path), None, events.append)
+    Asker(*loaded, 1).ask(TASK, questions, ReplyStore(tmp_path), events.append)
     # Once for the checksum and once for the model; 0: nothing was in the store.
+    # Prompts are read one ahead.
     assert events == [0, 1, 0, 0, 1, 1, 1]
 
 
 def test_what_the_store_holds_is_not_asked_again(loaded, tmp_path):
     questions = [question("a", png("red")), question("b", png("blue"))]
-    first = ask(*loaded, TASK, questions, 2, ReplyStore(tmp_path))
-    again = ask(None, None, TASK, questions, 2, ReplyStore(tmp_path))  # no model at all
+    first = Asker(*loaded, 2).ask(TASK, questions, ReplyStore(tmp_path))
+    again = Asker(None, None, 2).ask(TASK, questions, ReplyStore(tmp_path))  # no model at all
     assert (first.new, again.new) == (2, 0)
     assert again.replies == first.replies
     assert again.keys == first.keys
-    anew = ask(*loaded, TASK, questions, 2, ReplyStore(tmp_path, reuse=False))
+    anew = Asker(*loaded, 2).ask(TASK, questions, ReplyStore(tmp_path, reuse=False))
     assert anew.new == 2
 
 
 def test_equal_questions_are_asked_once(loaded, tmp_path):
-    asked = ask(*loaded, TASK, [question(k, png()) for k in "abc"], 2, ReplyStore(tmp_path))
+    asked = Asker(*loaded, 2).ask(TASK, [question(k, png()) for k in "abc"], ReplyStore(tmp_path))
     assert asked.new == 1
     assert asked.replies[0] == asked.replies[1] == asked.replies[2]
 
 
 def test_a_line_that_was_not_finished_is_asked_again(loaded, tmp_path):
     questions = [question(str(size), png("red", size)) for size in (8, 16, 24)]
-    whole = ask(*loaded, TASK, questions, 1, ReplyStore(tmp_path))
+    whole = Asker(*loaded, 1).ask(TASK, questions, ReplyStore(tmp_path))
     path = tmp_path / "0.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     for expected in (1, 0):  # what is written behind the broken line can be read
-        again = ask(*loaded, TASK, questions, 1, ReplyStore(tmp_path))
+        again = Asker(*loaded, 1).ask(TASK, questions, ReplyStore(tmp_path))
         assert again.new == expected
         assert again.replies == whole.replies
 
@@ -95,3 +98,74 @@ def test_the_key_is_that_of_what_is_asked_however_the_image_is_given(tmp_path):
 def test_a_missing_image_names_its_question(tmp_path):
     with pytest.raises(UserError, match=r"question 'a' cannot be asked: .*nowhere\.png"):
         question_key(TASK, question("a", tmp_path / "nowhere.png"))
+
+
+def texts(prompt: str, choices: list[str], references: list[str]) -> Question:
+    messages = [{"role": "user", "content": prompt}] if prompt else []
+    return Question(prompt, messages, references, choices=choices)
+
+
+def score(parsed: str, question: Question) -> float:
+    return float(parsed in question.references)
+
+
+CHOOSE = dataclasses.replace(TASK, mode="choose", score=score, parse=lambda text, q: text)
+
+
+def test_the_choice_is_the_likeliest_one(loaded, tmp_path):
+    """Against the logits of prompt and choice in one pass."""
+    model, processor = loaded
+    choices = ["red", "no", "a shape"]
+    question = texts("is there a circle?", choices, ["no"])
+    (reply,) = Asker(*loaded, 4).ask(CHOOSE, [question], ReplyStore(tmp_path)).replies
+    prompt = processor.encode(question.messages, add_generation_prompt=True).input_ids
+    for choice, (total, count) in zip(choices, reply.log_likelihoods, strict=True):
+        ids = processor.text_ids(choice)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0]
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor([ids]).T)
+        assert count == len(ids)
+        assert total == pytest.approx(float(expected.sum()), abs=1e-4)
+    assert reply.prompt_tokens == len(prompt) == sum(reply.tokens.values())
+    assert "is there a circle?" in reply.prompt
+    sample = to_sample(CHOOSE, question, reply)
+    totals = [total for total, _ in reply.log_likelihoods]
+    assert sample.parsed == choices[totals.index(max(totals))]
+    assert sample.score == float(sample.parsed == "no")
+
+
+def test_of_equal_choices_the_first_is_taken_and_length_counts_in_the_second_score():
+    question = texts("q", ["aa", "bb", "cccccccc"], ["cccccccc"])
+    sample = to_sample(
+        CHOOSE, question, Reply("", "", "q", 1, 0, log_likelihoods=((-2, 1), (-2, 1), (-4, 4)))
+    )
+    assert (sample.parsed, sample.score, sample.score_normalised) == ("aa", 0.0, 1.0)
+    assert mean_score([sample.scored]) == {"accuracy": 0.0, "accuracy_normalised": 1.0}
+
+
+def test_perplexity_is_that_of_the_text_by_token_word_and_byte(loaded, tmp_path):
+    task = dataclasses.replace(TASK, mode="perplexity", metrics=mean_perplexity)
+    questions = [
+        dataclasses.replace(texts("", [], ["what is the color?"]), key="plain"),
+        texts("what shape is it?", [], ["red"]),
+    ]
+    asked = Asker(*loaded, 4).ask(task, questions, ReplyStore(tmp_path))
+    samples = [
+        to_sample(task, question, reply)
+        for question, reply in zip(questions, asked.replies, strict=True)
+    ]
+    pairs = [sample.reply.log_likelihoods[0] for sample in samples]
+    total, tokens = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    figures = mean_perplexity([sample.scored for sample in samples])
+    assert figures["perplexity"] == pytest.approx(math.exp(-total / tokens))
+    assert figures["word_perplexity"] == pytest.approx(math.exp(-total / 5))
+    assert figures["byte_perplexity"] == pytest.approx(math.exp(-total / 21))
+    assert asked.replies[0].prompt_tokens == 1  # the start token alone
+    assert float(samples[1].parsed) == pytest.approx(math.exp(-pairs[1][0] / pairs[1][1]), 1e-4)
+
+
+def test_a_question_that_a_mode_cannot_ask_is_named(loaded, tmp_path):
+    with pytest.raises(UserError, match=r"question 'what' cannot be asked: .*has no token"):
+        Asker(*loaded, 1).ask(CHOOSE, [texts("what", ["a", ""], ["a"])], ReplyStore(tmp_path))
+    with pytest.raises(UserError, match="question 'what': mode choose needs messages and choices"):
+        Asker(*loaded, 1).ask(CHOOSE, [texts("what", [], ["a"])], ReplyStore(tmp_path))
