@@ -14,7 +14,7 @@ import torch
 from conceptmoe_vl.asking import check_reachable
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.concepts import map_concepts
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.requests import encode_prompt, padded_inputs
 
 TEXT, IMAGE = MODALITIES
 
@@ -209,27 +209,15 @@ def trace_conversation(
     """The chunking of a prompt.
 
     Args:
-        messages: a conversation. compression: wanted tokens per concept; None: as trained.
+        messages: a conversation, whose images may be functions that fetch them.
+        compression: wanted tokens per concept; None: as trained.
         mode: `sequential` or `grid`; None: the model's own.
 
     Raises:
         UserError: an image cannot be decoded, the model takes none, or cannot compress so.
     """
     check_reachable(model, compression)
-    if model.config.vision is None and any(
-        part["type"] == "image"
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-    ):
-        raise UserError("this model takes no images (its configuration has vision: null)")
-    inputs = processor.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(model.device)
+    inputs = padded_inputs(model, [encode_prompt(model, processor, messages)])
     recorder = ChunkRecorder()
     with recorder.watch(model), image_mode(model, mode):
         model(**inputs, compression=compression, logits_to_keep=1)

@@ -21,7 +21,6 @@ from conceptmoe_vl.files import written_whole
 from eval.chunks.statistics import Traced, summarise
 from eval.chunks.tracing import trace_questions
 from eval.program import evaluate_tasks
-from eval.runner import with_images
 from eval.tasks import Question, get_tasks
 
 
@@ -60,7 +59,7 @@ def make_report(
                 show_prompt(
                     model,
                     processor,
-                    with_images(question.messages),
+                    question.messages,
                     f"{name}: {question.key}",
                     arguments.compression,
                 )

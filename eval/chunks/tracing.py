@@ -12,7 +12,6 @@ from conceptmoe_vl.chunk_trace import ChunkTrace, trace_conversation
 from conceptmoe_vl.errors import UserError
 from eval.chunks.statistics import Traced
 from eval.chunks.words import kinds_of
-from eval.runner import with_images
 from eval.tasks import Question
 
 
@@ -36,9 +35,7 @@ def trace_questions(
     found = []
     for question in questions:
         try:
-            trace = trace_conversation(
-                model, processor, with_images(question.messages), compression
-            )
+            trace = trace_conversation(model, processor, question.messages, compression)
         except UserError as error:
             raise UserError(f"question '{question.key}' cannot be asked: {error}") from error
         texts = token_texts(processor, trace)

@@ -1,0 +1,111 @@
+"""What both adaptors share: arguments of a command line, and answers under a task's settings."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from conceptmoe_vl.asking import Answer
+from conceptmoe_vl.continuous_batching import generate_all
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.requests import Prompt
+
+NAME = "conceptmoe_vl"
+DEFAULT_BATCH = 16
+_LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+def refuse_unknown(unknown: dict[str, Any], known: str) -> None:
+    """Raises `UserError` where `--model_args` names what the model does not take."""
+    if unknown:
+        raise UserError(f"--model_args: {NAME} takes no {sorted(unknown)[0]!r}; it takes {known}")
+
+
+def device_of(device: str | None) -> str | None:
+    """The harnesses say `cuda` or nothing: each process then takes a device of its own."""
+    if device in (None, "cuda") and torch.cuda.device_count() > 1:
+        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    return device
+
+
+def batch_of(given: int | str | None) -> int:
+    """The batch size of a command line, where "auto" means the default one."""
+    if given is None or str(given).startswith("auto"):
+        return DEFAULT_BATCH
+    try:
+        size = int(given)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UserError(f"--batch_size is {given!r}; give a number of 1 or more, or auto")
+    return size
+
+
+def generation_settings(given: dict[str, Any], longest: int) -> tuple[int, tuple[str, ...]]:
+    """Most new tokens and the stop strings of a task's generation settings.
+
+    Raises:
+        UserError: they ask for sampling or beams.
+    """
+    sampled = given.get("do_sample") or (given.get("temperature") or 0) > 0
+    if given.get("do_sample") is False:
+        sampled = False
+    if sampled or (given.get("num_beams") or 1) > 1:
+        raise UserError(
+            f"the task generates with {given}; {NAME} generates greedily: add "
+            "--gen_kwargs do_sample=False,temperature=0,num_beams=1"
+        )
+    until = given.get("until") or ()
+    stop = (until,) if isinstance(until, str) else tuple(until)
+    length = next((given[name] for name in _LENGTH_NAMES if given.get(name) is not None), longest)
+    return int(length), tuple(text for text in stop if text)
+
+
+def generate_answers(
+    model: Any,
+    processor: Any,
+    prompts: Sequence[Prompt],
+    settings: Sequence[tuple[int, tuple[str, ...]]],
+    batch_size: int,
+    compression: float | None,
+    on_answer: Callable[[int, Answer], None],
+) -> list[Answer]:
+    """Answers to prompts, those of equal settings in one go, in the order of the prompts.
+
+    Args:
+        settings: of each prompt, most new tokens and stop strings.
+        on_answer: called with each number and answer as it is there.
+    """
+    answers: dict[int, Answer] = {}
+    longest = model.config.text.max_position_embeddings
+    for setting in dict.fromkeys(settings):
+        numbers = [number for number, own in enumerate(settings) if own == setting]
+
+        def keep(
+            index: int, answer: Answer, numbers: list[int] = numbers, new: int = setting[0]
+        ) -> None:
+            number = numbers[index]
+            answers[number] = answer
+            if answer.prompt_tokens + new > longest:
+                warnings.warn(
+                    f"a prompt of {answer.prompt_tokens} tokens and {new} new ones are more than "
+                    f"the {longest} of text.max_position_embeddings; nothing was cut",
+                    stacklevel=2,
+                )
+            on_answer(number, answer)
+
+        generate_all(
+            model,
+            processor,
+            (prompts[number] for number in numbers),
+            max_new_tokens=setting[0],
+            batch_size=batch_size,
+            stop=setting[1],
+            compression=compression,
+            on_answer=keep,
+        )
+    return [answers[number] for number in range(len(prompts))]

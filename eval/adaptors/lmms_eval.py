@@ -1,0 +1,171 @@
+"""ConceptMoE-VL as a model of lmms-eval, found by the entry-point group `lmms_eval.models`.
+
+Two classes: lmms-eval gives the chat one the messages of a task (generation alone), the simple one
+(`--force_simple`) contexts and pictures, with log-likelihoods too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmms_eval.api.instance import GenerationResult, TokenCounts
+from lmms_eval.api.model import lmms
+
+from conceptmoe_vl.asking import Answer, load_pretrained, question_messages
+from conceptmoe_vl.continuous_batching import log_likelihoods
+from conceptmoe_vl.errors import UserError
+from eval.adaptors.generating import (
+    NAME,
+    batch_of,
+    device_of,
+    generate_answers,
+    generation_settings,
+    refuse_unknown,
+)
+
+# What tasks write for a picture; a context without one has its pictures in front of it.
+_PICTURE = "<image>"
+
+
+class _ConceptMoEVL(lmms):
+    """`--model conceptmoe_vl --model_args pretrained=DIR[,compression=R]`.
+
+    Args:
+        pretrained: model folder. device: a torch device.
+        batch_size: rows at a time, "auto" is 16; it changes no answer.
+        compression: wanted tokens per concept; None: what the model was trained for.
+        max_new_tokens: longest answer where the task sets none.
+
+    Raises:
+        UserError: no such model, or an argument is unknown.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        device: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        compression: float | None = None,
+        max_new_tokens: int = 256,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        refuse_unknown(unknown, "pretrained, compression and max_new_tokens")
+        self.model, self.processor = load_pretrained(pretrained, device_of(device))
+        self.device = self.model.device
+        self.batch_size = batch_of(batch_size)
+        self.compression = None if compression is None else float(compression)
+        self.max_new_tokens = int(max_new_tokens)
+
+    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+        raise NotImplementedError(f"{NAME} has log-likelihoods with --force_simple")
+
+    def generate_until_multi_round(self, requests: Any) -> list[str]:
+        raise NotImplementedError(
+            f"{NAME} answers tasks of several rounds only as one conversation"
+        )
+
+    def _document(self, task: str, split: str, number: int) -> Any:
+        return self.task_dict[task][split][number]
+
+    def _answers(self, prompts: list[list[dict]], settings: list[dict]) -> list[Any]:
+        def nothing(number: int, answer: Answer) -> None:
+            """The harness keeps answers itself."""
+
+        answers = generate_answers(
+            self.model,
+            self.processor,
+            prompts,
+            [generation_settings(given, self.max_new_tokens) for given in settings],
+            self.batch_size,
+            self.compression,
+            nothing,
+        )
+        return [
+            GenerationResult(answer.text, TokenCounts(answer.prompt_tokens, answer.answer_tokens))
+            for answer in answers
+        ]
+
+
+class ConceptMoEVLChat(_ConceptMoEVL):
+    """Tasks as messages."""
+
+    is_simple = False
+
+    def generate_until(self, requests: Any) -> list[Any]:
+        prompts, settings = [], []
+        for request in requests:
+            _, to_messages, given, number, task, split = request.args
+            prompts.append(messages_of(to_messages(self._document(task, split, number))))
+            settings.append(given)
+        return self._answers(prompts, settings)
+
+
+class ConceptMoEVLSimple(_ConceptMoEVL):
+    """Tasks as a context and pictures."""
+
+    is_simple = True
+
+    def generate_until(self, requests: Any) -> list[Any]:
+        prompts, settings = [], []
+        for request in requests:
+            context, given, to_visual, number, task, split = request.args
+            visuals = to_visual(self._document(task, split, number)) if to_visual else []
+            prompts.append(simple_messages(context, visuals))
+            settings.append(given)
+        return self._answers(prompts, settings)
+
+    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+        pairs: list[tuple[list[dict], str]] = []
+        shown: dict[tuple, list[dict]] = {}
+        for request in requests:
+            context, target, to_visual, number, task, split = request.args
+            key = (task, split, number, context)
+            if key not in shown:  # the choices of a question follow each other
+                document = self._document(task, split, number)
+                visuals = to_visual(document) if to_visual else []
+                shown = {key: simple_messages(context, visuals)}
+            if callable(target):
+                target = target(self._document(task, split, number))
+            pairs.append((shown[key], str(target)))
+        scores = log_likelihoods(
+            self.model, self.processor, pairs, self.batch_size, self.compression
+        )
+        return [(score.sum, score.is_greedy) for score in scores]
+
+
+def simple_messages(context: str, visuals: Any) -> list[dict]:
+    """One user turn: pictures where the context marks them, or all in front of it."""
+    images = list(visuals or ())
+    pieces = context.split(_PICTURE)
+    if not images or len(pieces) != len(images) + 1:
+        return question_messages(images, context)
+    content = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
+    for image, text in zip(images, pieces[1:], strict=True):
+        content.append({"type": "image", "image": image})
+        if text:
+            content.append({"type": "text", "text": text})
+    return [{"role": "user", "content": content}]
+
+
+def messages_of(given: list[dict]) -> list[dict]:
+    """lmms-eval's messages in the processor's form.
+
+    Raises:
+        UserError: they hold video or sound.
+    """
+    return [
+        {"role": message["role"], "content": [_part(part) for part in message["content"]]}
+        if not isinstance(message["content"], str)
+        else message
+        for message in given
+    ]
+
+
+def _part(part: dict) -> dict:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    if part["type"] == "image":
+        return {"type": "image", "image": part["url"]}
+    raise UserError(f"the task shows {part['type']}; {NAME} reads text and images alone")
