@@ -10,6 +10,10 @@ class UserError(ValueError):
     """What was wrong, where (file, shard, key, configuration field), what to do: one line."""
 
 
+class NothingUsableError(UserError):
+    """A rank's stream that has gone through its samples and found none to train on."""
+
+
 class DataFaultError(UserError):
     """A sample, or a part of one, that cannot be used.
 

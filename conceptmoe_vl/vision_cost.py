@@ -40,6 +40,22 @@ def vision_flops(vision: VisionConfig, hidden_size: int) -> tuple[int, int, int]
     return counts.tower_flops, counts.map_flops, counts.projector_flops
 
 
+def vision_work(
+    vision: VisionConfig, hidden_size: int, patches: float, squares: float
+) -> tuple[float, float, float]:
+    """The same three figures for pictures of any size.
+
+    Args:
+        patches: of all pictures. squares: sum of the squares of each native picture's patches;
+            pictures of equal squares, or in tiles, need none.
+    """
+    counts = _counted(_key(vision), hidden_size)
+    largest = counts.tokens * vision.downsample**2
+    share = patches / largest
+    maps = squares / largest**2 if vision.size_policy == "native" else share
+    return counts.tower_flops * share, counts.map_flops * maps, counts.projector_flops * share
+
+
 def image_tokens(vision: VisionConfig) -> int:
     """Tokens of the largest image.
 

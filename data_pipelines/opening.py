@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.errors import NothingUsableError, UserError
 from data_pipelines.config import DataConfig
 from data_pipelines.encoding import RawReader
 from data_pipelines.records import Conversation, RecordError
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 class SampleError(UserError):
     """A damaged sample or shard, or too many of them."""
+
+
+class NoSampleError(SampleError, NothingUsableError):
+    """No sample of a rank is usable; another rank may have some."""
 
 
 @dataclasses.dataclass(frozen=True)

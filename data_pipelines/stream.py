@@ -22,7 +22,7 @@ from data_pipelines.batch import PackedBatch
 from data_pipelines.config import DataConfig
 from data_pipelines.encoding import Document, SampleEncoder, Skipped
 from data_pipelines.mixing import Mixture
-from data_pipelines.opening import SampleError, open_sources
+from data_pipelines.opening import NoSampleError, SampleError, open_sources
 from data_pipelines.order import Pick, RankOrder, place_of, places_from
 from data_pipelines.packing import next_pack
 from data_pipelines.prefetch import Encoded, encoded_in_order
@@ -110,8 +110,8 @@ class PackedStream:
         """The next batch; `StopIteration` after `config.epochs` epochs.
 
         Raises:
-            SampleError: a damaged sample under `on_error: raise`, or more than its limit, or an
-                epoch without a usable sample.
+            SampleError: a damaged sample under `on_error: raise`, or more than its limit.
+            NoSampleError: an epoch without a usable sample; the next call looks further.
         """
         chosen = next_pack(
             self._ready,
@@ -175,7 +175,7 @@ class PackedStream:
             return
         self._unused_in_a_row += 1
         if self._unused_in_a_row > _EMPTY_EPOCHS * self.samples_per_epoch:
-            raise SampleError(
+            raise NoSampleError(
                 f"no sample of the split '{self.config.split}' is usable: "
                 f"{self._unused_in_a_row} in a row were of the other split or skipped; change "
                 f"data.held_out, which is {self.config.held_out}, or add data"
@@ -209,7 +209,7 @@ class PackedStream:
             )
         if self._skips_in_a_row >= self.samples_per_epoch:
             counts = ", ".join(f"{reason} {n}" for reason, n in sorted(self.skipped.items()))
-            raise SampleError(
+            raise NoSampleError(
                 f"no sample is usable: {self._skips_in_a_row} in a row were skipped ({counts}); "
                 f"the last one: {skipped.message}"
             )

@@ -71,15 +71,46 @@ def ticks(low: float, high: float, number: int = 5) -> list[float]:
     return [round((first + index) * step, 12) for index in range(count)]
 
 
-def _frame(lines: list[Line]) -> tuple[float, float]:
-    """The y range: most values of every line, all of framed ones, a margin around."""
-    values = sorted(value for line in lines for _, value in line.points)
-    cut = int(len(values) * _CLIPPED)
-    kept = values[cut : len(values) - cut]
-    kept += [value for line in lines if line.framed for _, value in line.points]
-    low, high = min(kept), max(kept)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    return low - margin, high + margin
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round values from low to high, both above 0, for a logarithmic axis."""
+    decades = math.log10(high / low)
+    if decades < 1:
+        return ticks(low, high)
+    factors = (1, 2, 5) if decades < 3 else (1,)
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+    return [mark for mark in marks if low <= mark <= high]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The y axis: its range, and whether it is logarithmic (then both ends are above 0)."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def around(cls, lines: list[Line], is_log: bool = False) -> Scale:
+        """Holds most values of every line, all of framed ones, and a margin around."""
+        as_drawn = math.log10 if is_log else float
+        values = sorted(as_drawn(value) for line in lines for _, value in line.points)
+        cut = int(len(values) * _CLIPPED)
+        kept = values[cut : len(values) - cut]
+        kept += [as_drawn(value) for line in lines if line.framed for _, value in line.points]
+        low, high = min(kept), max(kept)
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+        low, high = low - margin, high + margin
+        return cls(10**low, 10**high, True) if is_log else cls(low, high)
+
+    def ticks(self) -> list[float]:
+        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
+
+    def share(self, value: float) -> float:
+        """Place from the top, 0, to the bottom, 1."""
+        if self.is_log:
+            return math.log(self.high / value) / math.log(self.high / self.low)
+        return (self.high - value) / (self.high - self.low)
 
 
 def number(value: float) -> str:
@@ -95,9 +126,18 @@ class Chart:
     Args:
         title: above it. lines: those without points are left out. smoothing: weight of `smoothed`.
         note: below the title.
+        switched: drawn with a logarithmic axis too, where every value is above 0; the page's style
+            shows one of both.
     """
 
-    def __init__(self, title: str, lines: list[Line], smoothing: float, note: str = "") -> None:
+    def __init__(
+        self,
+        title: str,
+        lines: list[Line],
+        smoothing: float,
+        note: str = "",
+        switched: bool = False,
+    ) -> None:
         self.title, self.note, self._smoothing = title, note, smoothing
         self.lines = [
             dataclasses.replace(
@@ -106,44 +146,60 @@ class Chart:
             for line in lines
         ]
         self.lines = [line for line in self.lines if line.points]
+        values = [value for line in self.lines for _, value in line.points]
+        self._scales = [(False, "linear"), (True, "log")]
+        if not switched or not values or min(values) <= 0:
+            self._scales = [(False, "")]
 
     def html(self) -> str:
         """A figure; empty where there is nothing to draw."""
         if not self.lines:
             return ""
-        low, high = _frame(self.lines)
         steps = [step for line in self.lines for step, _ in line.points]
-        self._x, self._y = (min(steps), max(max(steps), min(steps) + 1)), (low, high)
-        drawn = [self._drawn(line) for line in self.lines]
-        beyond = sum(not low <= value <= high for line in self.lines for _, value in line.points)
-        notes = [self.note] if self.note else []
-        notes += [f"{beyond} values beyond the frame"] if beyond else []
+        self._x = min(steps), max(max(steps), min(steps) + 1)
+        drawn = [self._svg(is_log, name) for is_log, name in self._scales]
         return (
-            f'<figure class="chart"><figcaption>{escape(self.title)}'
-            f"<small>{escape('; '.join(notes))}</small></figcaption>"
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
-            f"{self._axes()}{''.join(svg for svg, _ in drawn)}"
-            '<line class="cursor" visibility="hidden"/></svg>'
+            f'<figure class="chart"><figcaption>{escape(self.title)}</figcaption>'
+            f"{''.join(svg for svg, _ in drawn)}"
             f'<ul class="legend">{"".join(map(_legend, self.lines))}</ul>'
-            f'<script type="application/json">{self._data([p for _, p in drawn])}</script></figure>'
+            f'<script type="application/json">{self._data(drawn[0][1])}</script></figure>'
         )
 
+    def _svg(self, is_log: bool, name: str) -> tuple[str, list[Points]]:
+        """One drawing with its note, and the drawn points of every line."""
+        self._y = Scale.around(self.lines, is_log)
+        drawn = [self._drawn(line) for line in self.lines]
+        beyond = sum(
+            not self._y.low <= value <= self._y.high
+            for line in self.lines
+            for _, value in line.points
+        )
+        notes = [self.note] if self.note else []
+        notes += [f"{beyond} values beyond the frame"] if beyond else []
+        svg = (
+            f'<div class="view {name}"><small>{escape("; ".join(notes))}</small>'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
+            f"{self._axes()}{''.join(svg for svg, _ in drawn)}"
+            '<line class="cursor" visibility="hidden"/></svg></div>'
+        )
+        return svg, [points for _, points in drawn]
+
     def _place(self, step: float, value: float) -> tuple[float, float]:
-        (left, right), (low, high) = self._x, self._y
+        left, right = self._x
         x = LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-        y = TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        y = TOP + self._y.share(value) * (HEIGHT - TOP - BOTTOM)
         return round(x, 1), round(min(max(y, -HEIGHT), 2 * HEIGHT), 1)
 
     def _axes(self) -> str:
         parts = []
-        for value in ticks(*self._y):
+        for value in self._y.ticks():
             _, y = self._place(self._x[0], value)
             parts.append(
                 f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
                 f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>'
             )
         for step in ticks(*self._x):
-            x, _ = self._place(step, self._y[0])
+            x, _ = self._place(step, self._y.low)
             parts.append(
                 f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{number(step)}</text>'
             )

@@ -14,6 +14,11 @@ from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smooth
 from .runs import Run, read_runs
 
 _STAGES = ("encoder", "concept", "decoder")
+_LOSSES = "Losses"  # whose axes can be switched
+_SWITCH = (
+    '<input type="checkbox" id="logarithmic"> '
+    '<label class="switch" for="logarithmic">logarithmic axes, where all values are above 0</label>'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,7 @@ def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
     held_out = Curve("held-out", "held_out/lm_loss", smooth=False, dots=True)
     both = ("image", "text")
     return {
-        "Losses": [
+        _LOSSES: [
             Subject("Language loss", [Curve("training", "lm_loss"), held_out]),
             Subject("Total loss", [Curve("loss", "loss")]),
             Subject("Language loss by modality", [Curve(m, f"lm_loss_{m}") for m in both]),
@@ -116,6 +121,13 @@ def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
         ],
         "Speed": [
             Subject("Tokens per second", [Curve("all ranks", "tokens_per_second")]),
+            Subject("Concepts per second", [Curve("all ranks", "concepts_per_second")]),
+            Subject("Pictures per second", [Curve("all ranks", "images_per_second")]),
+            Subject(
+                "Model FLOPs utilisation",
+                [Curve("share", "model_flops_utilization")],
+                "share of what the devices could do",
+            ),
             Subject("Share of time spent waiting for data", [Curve("share", "data_wait_share")]),
             Subject("Peak memory, bytes of rank 0", [Curve("bytes", "peak_memory", smooth=False)]),
         ],
@@ -212,11 +224,15 @@ def page(runs: list[Run], smoothing: float) -> str:
     sections = []
     for name, subjects in _subjects(runs).items():
         charts = "".join(
-            Chart(each.title, _lines(runs, each.curves), smoothing, each.note).html()
+            Chart(
+                each.title, _lines(runs, each.curves), smoothing, each.note, name == _LOSSES
+            ).html()
             for each in subjects
         )
         if charts:
-            sections.append(f'<h2>{escape(name)}</h2><div class="charts">{charts}</div>')
+            switch = _SWITCH if name == _LOSSES else ""
+            drawn = f'<div class="charts">{charts}</div>'
+            sections.append(f"<section><h2>{escape(name)}</h2>{switch}{drawn}</section>")
     frame = (
         f'<svg width="0" height="0" aria-hidden="true"><clipPath id="frame"><rect x="{LEFT}" '
         f'y="0" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP}"/></clipPath></svg>'

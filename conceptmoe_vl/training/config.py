@@ -124,6 +124,8 @@ class TrainingConfig:
             | selective (all but matrix products and attention; whole blocks of the vision tower).
         threads: torch threads of each process on CPU; 0 leaves torch's choice.
         timeout_minutes: how long a process waits for the others before it ends with an error.
+        peak_flops: FLOP/s that one process's device could do, for the model FLOPs utilisation;
+            None: from a table of GPUs, or measured at the start.
     """
 
     engine: str = "deepspeed"
@@ -163,6 +165,7 @@ class TrainingConfig:
     activation_checkpointing: bool | str = False
     threads: int = 0
     timeout_minutes: float = 30.0
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -180,7 +183,7 @@ class TrainingConfig:
             self.max_steps is not None or self.max_minutes is not None,
             "the run has no end: set training.max_steps or training.max_minutes",
         )
-        for name in ("max_steps", "max_minutes", "timeout_minutes"):
+        for name in ("max_steps", "max_minutes", "timeout_minutes", "peak_flops"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"training.{name} is {value}; it must be above 0")
         for name in ("gradient_accumulation_steps", "log_every", "max_nonfinite_steps"):

@@ -244,28 +244,6 @@ def _document_metrics(values: list[float]) -> dict[str, float | None]:
     return result
 
 
-class Speed:
-    """Tokens and time since the last logged step."""
-
-    def __init__(self) -> None:
-        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Takes a step's duration, and the part of it spent waiting for data."""
-        self._seconds += seconds
-        self._waited += waited
-
-    def take(self) -> dict[str, float]:
-        """tokens_per_second and data_wait_share; starts anew."""
-        seconds = max(self._seconds, 1e-9)
-        speed = {
-            "tokens_per_second": self.tokens / seconds,
-            "data_wait_share": self._waited / seconds,
-        }
-        self.tokens, self._seconds, self._waited = 0, 0.0, 0.0
-        return speed
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Largest memory of this process so far: allocated on the GPU, or resident in main memory on
     CPU.

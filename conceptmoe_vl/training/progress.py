@@ -1,6 +1,4 @@
-"""What a person sees of a run: a table of parts, a live bar in a terminal, sparse lines
-elsewhere.
-"""
+"""What a person sees of a run: a table of parts, a live view in a terminal, else sparse lines."""
 
 from __future__ import annotations
 
@@ -10,20 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from .config import TrainingConfig
+from .live_view import LiveView
 from .parameters import PartSummary
 from .preparing import describe_choice
 
+_WARNING = "warning: "
 _QUIET_INTERVAL = 30.0  # seconds between two lines when the output is no terminal
 
 
@@ -41,18 +33,20 @@ class Reporter:
     """Reports of rank 0 on stderr; silent on other ranks.
 
     Args:
-        active: whether this process reports.
+        active: whether this process reports. console: of stderr unless given.
     """
 
-    def __init__(self, active: bool) -> None:
-        self._console = Console(file=sys.stderr, quiet=not active, highlight=False)
-        self._live = active and self._console.is_terminal
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+    def __init__(self, active: bool, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr, quiet=not active, highlight=False)
+        live = active and self._console.is_terminal
+        self._view = LiveView(self._console) if live else None
+        self._step = ""  # the last one's line
         self._last_line = -_QUIET_INTERVAL
 
     def say(self, text: str) -> None:
-        """One line, above the bar if there is one."""
+        """One line, above the view if there is one; warnings stay in it."""
+        if self._view is not None and text.startswith(_WARNING):
+            self._view.warn(text.removeprefix(_WARNING))
         self._console.print(text, markup=False, soft_wrap=True)
 
     def show_parts(self, parts: Iterable[PartSummary], config: TrainingConfig) -> None:
@@ -72,30 +66,18 @@ class Reporter:
             self.say(line)
 
     def update(self, metrics: dict[str, Any], progress: float) -> None:
-        """After every step: moves the bar, or prints a line now and then."""
-        if not self._live:
-            now = time.monotonic()
-            if now - self._last_line >= _QUIET_INTERVAL or progress >= 1:
-                self._last_line = now
-                self.say(f"step {metrics['step']}  {progress:4.0%}  {_short(metrics)}")
+        """After every step: moves the view, or prints a line now and then."""
+        self._step = f"step {metrics['step']}  {progress:4.0%}  {_short(metrics)}"
+        if self._view is not None:
+            self._view.show(metrics, progress)
             return
-        if self._progress is None or self._task is None:
-            columns = (
-                TextColumn("step {task.fields[step]}"),
-                BarColumn(),
-                TextColumn("{task.percentage:3.0f}%"),
-            )
-            times = (TimeElapsedColumn(), TimeRemainingColumn())
-            self._progress = Progress(
-                *columns, *times, TextColumn("{task.description}"), console=self._console
-            )
-            self._task = self._progress.add_task("", total=1.0, step=metrics["step"])
-            self._progress.start()
-        self._progress.update(
-            self._task, completed=progress, step=metrics["step"], description=_short(metrics)
-        )
+        now = time.monotonic()
+        if now - self._last_line >= _QUIET_INTERVAL or progress >= 1:
+            self._last_line = now
+            self.say(self._step)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = self._task = None
+        """Takes the view away, if there is one; the last step's line stays."""
+        if self._view is not None and self._step:
+            self._view.close()
+            self.say(self._step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class RunLog:
     ) -> None:
         self._run_dir, self._world, self._say = run_dir, world, say
         self._warnings: list[str] = []
+        self._unlogged: tuple[dict[str, Any], Callable[[], dict[str, Any]]] | None = None
         error = None
         try:
             require_loggers(config.loggers if world.is_main else [])
@@ -44,6 +46,34 @@ class RunLog:
         for text in texts:
             self._say(f"warning: step {step}: {text}")
         self._warnings += texts
+
+    @contextlib.contextmanager
+    def step(
+        self, metrics: dict[str, Any], details: Callable[[], dict[str, Any]], logged: bool
+    ) -> Iterator[None]:
+        """A step: inside, `metrics` have their details, and warnings of it may be said. Collective.
+
+        Args:
+            details: what a line has besides; called once, now or by `last_step`.
+            logged: whether this step is to have a line.
+        """
+        self._unlogged = None if logged else (metrics, details)
+        if logged:
+            metrics |= details()
+        yield
+        if logged:
+            self.metrics(metrics)
+
+    def last_step(self) -> None:
+        """Writes the line of a step that only afterwards proved to be the last. Collective."""
+        if self._unlogged is not None:
+            metrics, details = self._unlogged
+            self.metrics({**metrics, **details()})
+            self._unlogged = None
+
+    def forget_step(self) -> None:
+        """The step before is not of this run any more."""
+        self._unlogged = None
 
     def metrics(self, metrics: dict[str, Any]) -> None:
         """A line of metrics.jsonl, with the warnings since the one before."""

@@ -11,15 +11,13 @@ Notable:
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from conceptmoe_vl.errors import UserError
 
@@ -32,18 +30,20 @@ from .checkpoint import (
 )
 from .chunk_schedule import ChunkScheduler
 from .config import TrainingConfig
-from .distributed import World, ensure_folder, sum_over_ranks, wait_for_all
+from .distributed import World, ensure_folder, raise_together, sum_over_ranks, wait_for_all
 from .engine import build_engine
 from .export import export_merged
+from .fetching import fetch
 from .health import FiniteGuard, SpikeGuard
 from .held_out import evaluate_held_out
-from .metrics import Speed, StepStatistics, peak_memory_bytes
+from .metrics import StepStatistics, peak_memory_bytes
 from .parameters import summarise_parts
 from .preparing import prepare_model
 from .progress import Reporter
 from .run_files import drop_lines_after, set_seed
 from .run_log import RunLog
 from .schedule import run_progress, set_learning_rates
+from .speed import Speed
 from .watch import RunWatch
 
 _NO_DATA = "the data gave no batch on any process; look at data.held_out, data.split and the shards"
@@ -89,6 +89,8 @@ class Trainer:
         prepare_model(model, config)
         self.reporter = Reporter(world.is_main)
         self.reporter.show_parts(summarise_parts(model, config), config)
+        self._speed = Speed(model, world, config)
+        self.reporter.say(str(self._speed.peak))
         self.engine = build_engine(model, config, world)
         self.engine.module.train()
         self._chunks = ChunkScheduler(self.engine.module, config.chunk_schedule)
@@ -97,7 +99,6 @@ class Trainer:
         self.stopped_by: int | None = None
         self._requested_stop: int | None = None
         self._ended = False
-        self._speed = Speed()
         self._batches = iter(stream)
         ensure_folder(self.run_dir, world)
         path, say = self.run_dir / "nonfinite.jsonl", self.reporter.say
@@ -137,25 +138,25 @@ class Trainer:
             UserError: the loss or gradient was not finite `max_nonfinite_steps` times in a row.
         """
         started = time.perf_counter()
-        batches = self._fetch()
+        batches, nothing = fetch(self._batches, self.stream, self.config)
         waited = time.perf_counter() - started
-        supervised, used = self._count(batches)
+        supervised, used = self._count(batches, nothing)
         if not used:
             return None
         rates = set_learning_rates(self.engine.optimizer, self.config, self.progress)
         targets = self._chunks.set(self.progress)
-        is_last = run_progress(self.config, self.step_number + 1, self.seconds) >= 1
-        logged = (
-            is_last or self.step_number == 0 or (self.step_number + 1) % self.config.log_every == 0
-        )
+        step = self.step_number + 1
+        is_last = self.stopped_by is not None or run_progress(self.config, step, self.seconds) >= 1
+        logged = is_last or step == 1 or step % self.config.log_every == 0
         statistics = StepStatistics(self._image_token_id, detailed=logged)
         # The engine divides by all micro-batches; those that are filler on every rank do not count.
         per_call, scale = max(supervised, 1) / (self.world.size * used), len(batches) / used
         for number, batch in enumerate(batches):
-            batch = batch.to(self.world.device)
-            out = self.engine.forward(**batch.model_inputs(), num_items_in_batch=per_call)
+            placed = batch.to(self.world.device)
+            out = self.engine.forward(**placed.model_inputs(), num_items_in_batch=per_call)
             if number < used:
-                statistics.add(batch, out)
+                statistics.add(placed, out)
+                self._speed.look(batch, out)
             self.engine.backward(out.loss * scale)
             del out
         metrics = statistics.reduce_losses(self.world.size, self.world.device)
@@ -168,36 +169,29 @@ class Trainer:
         self._speed.add(seconds, waited)
         counters = {"step": self.step_number, "samples": self.samples, "tokens": self.tokens}
         metrics = {**counters, **metrics}
-        if logged:
-            metrics |= statistics.reduce_details(self.stream)
-            metrics |= {**self._speed.take(), "seconds": self.seconds}
-            metrics["peak_memory"] = peak_memory_bytes(self.world.device)
-            metrics["epoch"] = getattr(self.stream, "epoch", 0)
-        warnings = self._watch.look(metrics, self.progress, statistics.relative_load)
-        self._log.warn(self.step_number, warnings)
-        if logged:
-            self._log.metrics(metrics)
+        with self._log.step(metrics, functools.partial(self._details, statistics), logged):
+            warnings = self._watch.look(metrics, self.progress, statistics.relative_load)
+            self._log.warn(self.step_number, warnings)
         return metrics
 
-    def _fetch(self) -> list[Any]:
-        """The micro-batches of a step; filler ones behind the end of the stream.
+    def _details(self, statistics: StepStatistics) -> dict[str, Any]:
+        """What a line of metrics.jsonl has beside every step's metrics. Collective."""
+        details = {**statistics.reduce_details(self.stream), **self._speed.take()}
+        details |= {"seconds": self.seconds, "epoch": getattr(self.stream, "epoch", 0)}
+        return {**details, "peak_memory": peak_memory_bytes(self.world.device)}
 
-        A data loader that starts its workers draws from torch's generator, which happens at another
-        step in a resumed run. Put back here, reading data never changes what the model samples.
-        """
-        before = torch.get_rng_state()
-        number = self.config.gradient_accumulation_steps
-        batches = list(itertools.islice(self._batches, number))
-        batches += [self.stream.filler() for _ in range(number - len(batches))]
-        torch.set_rng_state(before)
-        return batches
-
-    def _count(self, batches: list[Any]) -> tuple[float, int]:
+    def _count(self, batches: list[Any], nothing: str | None) -> tuple[float, int]:
         """Advances the run's counters.
+
+        Args:
+            nothing: what the stream said, if none of this rank's samples is usable.
 
         Returns:
             Of the step over all ranks: its supervised tokens, and its micro-batches that are no
             filler on some rank; they come first. 0 when the streams of all ranks have ended.
+
+        Raises:
+            UserError: no sample of any rank is usable.
         """
         own = [batch for batch in batches if not batch.is_filler]
         counts = [
@@ -206,19 +200,21 @@ class Trainer:
             float(sum(batch.input_ids.numel() for batch in own)),
             self.seconds / self.world.size,
             float(self._requested_stop or 0),
+            float(nothing is not None),
             *(float(not batch.is_filler) for batch in batches),
         ]
         summed = sum_over_ranks(counts, self.world.device)
-        supervised, samples, tokens, self.seconds, stop, *ranks = summed
+        supervised, samples, tokens, self.seconds, stop, without, *ranks = summed
         used = sum(count > 0 for count in ranks)
         if not used:
+            if without and (without == self.world.size or not self.samples):
+                raise_together(None if nothing is None else UserError(nothing))
             self._ended = True
             return 0.0, 0
         if stop:
             self.stopped_by = self._requested_stop or int(signal.SIGTERM)
         self.samples += int(samples)
         self.tokens += int(tokens)
-        self._speed.tokens += int(tokens)
         if not supervised:
             self.reporter.say(
                 f"warning: step {self.step_number + 1} has no supervised token on any rank; only "
@@ -257,6 +253,7 @@ class Trainer:
         finally:
             self.reporter.close()
         if last is not None:
+            self._log.last_step()
             self._finish()
         else:
             self._evaluate_once()
@@ -333,6 +330,7 @@ class Trainer:
         self.step_number = counters["step"]
         self.samples, self.tokens = counters["samples"], counters["tokens"]
         self._chunks.set(self.progress)
+        self._log.forget_step()
         if self.world.is_main:
             for name in files:
                 drop_lines_after(self.run_dir / name, self.step_number)

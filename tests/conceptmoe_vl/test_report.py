@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conceptmoe_vl.report.__main__ import main
-from conceptmoe_vl.report.charts import Chart, Line, smoothed, thinned, ticks
+from conceptmoe_vl.report.charts import Chart, Line, log_ticks, smoothed, thinned, ticks
 from conceptmoe_vl.report.runs import read_runs
 
 EVIL = "<script>alert('x')</script>&\"</figure>"
@@ -50,7 +50,7 @@ def write_run(folder, steps: int = 30, source: str = "books", evaluate: bool = T
 
 
 def titles(text: str) -> list[str]:
-    return re.findall(r"<figcaption>(.*?)<small>", text)
+    return re.findall(r"<figcaption>(.*?)</figcaption>", text)
 
 
 def test_one_run(tmp_path, capsys):
@@ -103,6 +103,32 @@ def test_each_chart_is_well_formed_and_its_data_are_the_values(tmp_path):
     assert data["x"] == [1, 1999]
     assert data["lines"][0]["points"][0] == [1, 1.0]
     assert data["lines"][1]["points"] == [[5, 2.0]]
+
+
+def test_axes_of_losses_can_be_logarithmic(tmp_path):
+    """Both are drawn, and the page's style shows one; where a value is 0 or less there is one."""
+    assert main([str(write_run(tmp_path / "run"))]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert text.count('id="logarithmic"') == 1
+    assert "#logarithmic:checked ~ .charts .view.linear { display: none; }" in text
+    losses, others = text.split("<h2>Compression</h2>")
+    assert losses.count('class="view log"') == losses.count('class="view linear"') == 3
+    assert 'class="view log"' not in others
+    line = Line("a", [(1, 10.0), (2, 1.0), (3, 0.1)], 0, smooth=False)
+    html = Chart("t", [line], 0.9, switched=True).html()
+    _, drawn = re.findall(r'<path class="line c0" [^>]*d="M(.*?)"', html)[:2]
+    heights = [float(place.split()[1]) for place in drawn.split("L")]
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)
+    below = Line("b", [(1, 0.0)], 1)
+    assert "view log" not in Chart("t", [line, below], 0.9, switched=True).html()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(low=st.floats(1e-9, 1e9), factor=st.floats(1.001, 1e12))
+def test_ticks_of_a_logarithmic_axis_lie_inside_and_are_few(low, factor):
+    found = log_ticks(low, low * factor)
+    assert 1 <= len(found) <= 14
+    assert all(low * 0.999 <= value <= low * factor * 1.001 for value in found)
 
 
 def test_a_spike_stays_visible_in_a_long_run():

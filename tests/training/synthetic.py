@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from conceptmoe_vl.errors import NothingUsableError
 from data_pipelines.batch import PackedBatch
 from tests.tiny import END, Document, image_inputs, make_document
 
@@ -53,6 +54,7 @@ class SyntheticStream:
         steps: steps after which the stream ends; None: endless.
         missing: (step, number) pairs of documents that do not exist. A batch without documents ends
             the stream of its rank.
+        unusable: the stream finds no sample that it can use.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class SyntheticStream:
         poisoned: tuple = (),
         steps: int | None = None,
         missing: tuple = (),
+        unusable: bool = False,
     ) -> None:
         self._rank, self._accumulation, self._per_step = rank, accumulation, per_step
         self._size = per_step // (world_size * accumulation)
         self._images, self._masked_steps, self._steps = images, masked_steps, steps
         self._missing = {tuple(pair) for pair in missing}
         self._poisoned = {tuple(pair) for pair in poisoned}
-        self._position = 0
+        self._position, self._unusable = 0, unusable
         self.skipped: collections.Counter[str] = collections.Counter(too_long=rank + 1)
         self.over_length = {"split": 1 + rank}
         self.delivered = {"even": {"samples": 2 + rank}, f"only-{rank}": {"samples": 1}}
@@ -80,6 +83,8 @@ class SyntheticStream:
         self.epoch = 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        if self._unusable:
+            raise NothingUsableError("no sample is usable: 9 in a row were skipped")
         while True:
             step, micro = divmod(self._position, self._accumulation)
             if step == self._steps:

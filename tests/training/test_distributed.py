@@ -48,6 +48,7 @@ SPECS = [
         }
         for stage in STAGES
     ],
+    {"name": "unusable", "stage": 2, "unusable": [1], "steps": 2},
     {"name": "accumulated", "stage": 2, "accumulation": 2, "auxiliary": False},
     {"name": "poisoned-2", "stage": 2, "poisoned": [[1, 3]], "steps": 4},
     *[
@@ -183,6 +184,15 @@ def test_an_incomplete_step_is_taken_and_all_ranks_end_together(two, tmp_path, s
         found = results[f"incomplete-{stage}"]["metrics"]
         assert found[1:] == expected[1:] == [None]
         assert_filler_counts_nowhere(found[:1], expected[:1])
+
+
+def test_a_rank_without_a_usable_sample_changes_nothing(two, tmp_path):
+    """Its own documents are the third and fourth of each step."""
+    _, ranks = two
+    without = [[step, number] for step in range(2) for number in (2, 3)]
+    expected = reference(tmp_path, missing=without, steps=2)
+    for results in ranks:
+        assert_filler_counts_nowhere(results["unusable"]["metrics"], expected)
 
 
 def test_micro_batches_on_two_ranks_give_one_batch(two, tmp_path):

@@ -23,14 +23,13 @@ GUARD = {"rollbacks": 2, "deviations": 4.0, "history": 4, "steps": 2}
 class SpikingTrainer(Trainer):
     """Spoils the weights while the data of some steps are trained on, whichever step it is."""
 
-    def _fetch(self):
-        batches = super()._fetch()
+    def _count(self, batches, nothing):
         place = int(batches[0].keys[0].split("-")[1]) // 4 + 1
         if place in self.bad_data:
             with torch.no_grad():
                 for parameter in self.engine.module.parameters():
                     parameter.mul_(3.0)
-        return batches
+        return super()._count(batches, nothing)
 
 
 def make(run_dir, bad_data=(), guard=None, **settings) -> Trainer:
@@ -70,7 +69,7 @@ def test_a_spike_takes_the_run_back_and_its_data_are_skipped(tmp_path, capsys):
     for _ in range(4):
         clean.step()
     for _ in range(4):
-        clean._fetch()
+        next(clean._batches)
     expected = [clean.step()["loss"] for _ in range(8)]
     assert [line["loss"] for line in written[4:]] == expected
 

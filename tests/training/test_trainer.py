@@ -63,7 +63,8 @@ def test_metrics_line_has_the_documented_fields(trainer):
     (line,) = lines(run.run_dir / "metrics.jsonl")
     documented = """step samples tokens loss lm_loss ratio_loss balance_loss lm_loss_text
         lm_loss_by_source ratio ratio_image ratio_text boundary_confidence expert_load lr grad_norm
-        skipped delivered_by_source tokens_per_second data_wait_share peak_memory"""
+        skipped delivered_by_source tokens_per_second concepts_per_second images_per_second
+        data_wait_share model_flops_per_second model_flops_utilization peak_memory"""
     assert set(documented.split()) <= set(line)
     assert line["samples"] == 4
     assert set(line["lm_loss_by_source"]) == {"even", "odd"}
@@ -202,6 +203,23 @@ def test_data_without_a_batch_is_an_error(trainer):
     nothing = [[0, number] for number in range(4)]
     with pytest.raises(UserError, match="the held-out data gave no batch on any process; add"):
         trainer("evaluation", held_out_missing=nothing).evaluate()
+
+
+def test_no_usable_sample_on_any_rank_is_an_error(trainer):
+    with pytest.raises(UserError, match="no sample is usable: 9 in a row"):
+        trainer(unusable=[0]).train()
+
+
+@pytest.mark.parametrize(("log_every", "logged"), [(3, [1, 3, 5]), (5, [1, 5]), (99, [1, 5])])
+def test_the_last_step_of_a_stream_that_ends_has_a_line(trainer, log_every, logged):
+    """That it was the last shows only when there is no further batch."""
+    run = trainer(stream_steps=5)
+    run.config.log_every = log_every
+    run.train()
+    found = lines(run.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in found] == logged
+    assert found[-1]["tokens_per_second"] > 0
+    assert found[-1]["delivered_by_source"]
 
 
 def test_training_ends_with_the_stream_and_exports_what_it_trained(trainer):

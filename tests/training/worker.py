@@ -5,6 +5,7 @@
 
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
 auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, held_out_missing,
+unusable (ranks without a usable sample),
 checkpoint_every, evaluate_every, run_dir, engine, freeze, freeze_layers, lora,
 activation_checkpointing.
 """
@@ -64,6 +65,7 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         poisoned=tuple(spec.get("poisoned", ())),
         steps=spec.get("stream_steps"),
         missing=tuple(spec.get("missing", ())),
+        unusable=world.rank in spec.get("unusable", ()),
     )
     run_dir = out / spec.get("run_dir", spec["name"])
     return Trainer(
