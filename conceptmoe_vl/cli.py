@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import conceptmoe_vl_runtime
-from conceptmoe_vl import plan_command
+from conceptmoe_vl import consolidate_command, plan_command
 from conceptmoe_vl.conversion import command as conversion
 from conceptmoe_vl.errors import UserError
 
@@ -141,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flops_arguments(command)
     command.set_defaults(run=flops)
     plan_command.add_command(commands)
+    consolidate_command.add_command(commands)
     conversion.add_commands(commands)
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] not in commands.choices:
