@@ -249,14 +249,14 @@ def check_target(target: Path, source: Path) -> None:
     Raises:
         UserError: something stands under that name, or it lies in the source's folder.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise UserError(
             f"'{target}' lies inside '{source}', which is read; name a folder elsewhere"
         )
 
 
-def _refuse_existing(target: Path) -> None:
+def refuse_existing(target: Path) -> None:
     if target.exists():
         raise UserError(f"'{target}' exists already; name another folder, or remove it")
 
@@ -273,7 +273,7 @@ def written_beside(target: Path) -> Iterator[Path]:
     try:
         with _claimed(beside, target):
             try:
-                _refuse_existing(target)
+                refuse_existing(target)
                 for left in beside.iterdir():  # by a killed process
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
                 yield beside
