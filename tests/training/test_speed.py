@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from conceptmoe_vl import experts, modeling
 from conceptmoe_vl.training import TrainingConfig, World
-from conceptmoe_vl.training.parameters import freeze_parts
 from conceptmoe_vl.training.peak_speed import find_peak
+from conceptmoe_vl.training.preparing import freeze
 from conceptmoe_vl.training.speed import Speed
 from data_pipelines.batch import PackedBatch
 from tests.tiny import image_inputs, make_document, tiny_model
@@ -95,7 +95,7 @@ def test_flops_of_a_step_are_those_of_torchs_counter(vision, documents, frozen):
     if frozen and vision is None:
         pytest.skip("there is no tower to freeze")
     model = tiny_model(text=WIDE, vision=vision, noise="none").train()
-    freeze_parts(model, frozen)
+    freeze(model, TrainingConfig(max_steps=1, freeze=frozen))
     batch = batch_of(*documents, native=vision == "native")
     speed = Speed(model, WORLD, TrainingConfig(max_steps=1, peak_flops=PEAK))
     out = model(**batch.model_inputs())
