@@ -1,6 +1,6 @@
 """Training steps: against transformers' Qwen3-MoE, chunked against plain, packed against padded.
 
-    python -m bench.training [--what throughput length packing memory] [--threads N] [--clock cpu]
+    python -m bench.training [--what throughput length packing memory overhead] [--threads N]
 
 Everything runs in one process, in alternation, in bfloat16 autocast with AdamW, with the same
 allocator and thread settings for all; ratios are medians of pairs. `memory` starts a process for
@@ -19,7 +19,9 @@ import copy
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from bench.inference_models import BASELINE, SHAPES, VARIANTS, Shape, make_contestants, matching
 from bench.plain_moe import SHAPE, check_equal, make_pair
 from bench.timing import Clock, alternate
+from bench.training_overhead import overhead
 
 # `batched_mm` copies the experts of every token: 15 GB for a step of 4 x 1,024.
 EXPERT_KERNELS = ("grouped_mm", "eager")
@@ -172,9 +175,15 @@ def memory(length: int) -> dict[str, dict[str, Any]]:
     return results
 
 
+def trainer_overhead(clock: Clock, repeats: int) -> dict[str, float]:
+    """See `bench.training_overhead`; the run's files go where they are not kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        return overhead(clock, repeats, Path(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ["throughput", "length", "packing", "memory"]
+    kinds = ["throughput", "length", "packing", "memory", "overhead"]
     parser.add_argument("--what", nargs="+", default=kinds[:3], choices=kinds)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
@@ -190,6 +199,7 @@ def main() -> None:
         "length": lambda: by_length(clock, options.repeats, options.lengths, LENGTH_SHAPE),
         "packing": lambda: packing(clock, options.repeats),
         "memory": lambda: memory(options.memory_length),
+        "overhead": lambda: trainer_overhead(clock, options.repeats),
     }
     print(f"torch {torch.__version__}, {options.threads} threads, {options.clock} time")
     for what in options.what:

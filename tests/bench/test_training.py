@@ -9,6 +9,7 @@ from bench.inference_models import SHAPES
 from bench.timing import Clock
 from bench.training import batches_of, by_length, conversation_lengths, padded, training_step
 from bench.training_memory import saved_by_component
+from bench.training_overhead import contestants, make_batch, make_model
 
 
 def test_samples_fill_the_row_exactly():
@@ -81,3 +82,21 @@ def test_chunked_models_are_timed_beside_the_plain_one():
     assert len(results["64"]) == 5
     for row in results["matching"].values():
         assert abs(row["parameters_to_baseline"] - 1) < 0.03
+
+
+def test_the_trainers_overhead_is_that_of_the_same_training(tmp_path):
+    """Both train the same weights by the same steps: what differs is not the work."""
+    tiny = {
+        **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16},
+        **{"num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_size": 16},
+    }
+    steps, models = contestants(make_model(tiny), make_batch(2, 20, 64), tmp_path, log_every=1)
+    start = {name: value.clone() for name, value in models["bare"].state_dict().items()}
+    for _ in range(3):
+        for step in steps.values():
+            step()
+    bare, trained = (models[name].state_dict() for name in ("bare", "trainer"))
+    assert any(not torch.equal(value, start[name]) for name, value in bare.items())
+    for name, value in bare.items():
+        torch.testing.assert_close(trained[name], value, msg=name)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
