@@ -42,7 +42,8 @@ def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -
     Configuration and processor are those that the run has written beside its checkpoints.
 
     Raises:
-        UserError: no checkpoint, a damaged one, one of another model, or `out` exists.
+        UserError: no checkpoint, a damaged one, one of another model or with adapters, or `out`
+            exists.
     """
     refuse_existing(out)
     damage = damage_of(checkpoint, World(0, 1, 0, torch.device("cpu")))
@@ -63,6 +64,11 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
                 "RUN/checkpoints/step-N"
             )
     run = load_run_config(folder / "config.yaml")
+    if run.training.lora.rank:
+        raise UserError(
+            f"{checkpoint} holds adapters (training.lora), which the run merges when it ends: "
+            "resume it, with a smaller training.max_steps if it is to end now"
+        )
     if run.model.init_from is not None and not Path(run.model.init_from).is_dir():
         raise UserError(
             f"the run's model.init_from is {run.model.init_from}, which is no folder here; its "

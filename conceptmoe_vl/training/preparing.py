@@ -102,7 +102,11 @@ def _keep_statistics(model: nn.Module) -> None:
             own = list(module.parameters())
             if own and not any(parameter.requires_grad for parameter in own):
                 # `train()` is called anew after every evaluation.
-                module.register_forward_pre_hook(lambda norm, _: norm.eval() and None)
+                module.register_forward_pre_hook(_as_in_evaluation)
+
+
+def _as_in_evaluation(module: nn.Module, _inputs: Any) -> None:
+    module.eval()
 
 
 def describe_choice(config: TrainingConfig) -> list[str]:

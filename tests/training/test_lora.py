@@ -11,8 +11,16 @@ from torch.testing import assert_close
 
 from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.training import Trainer, TrainingConfig, World, load_run_config
+from conceptmoe_vl.training import (
+    ModelSection,
+    RunConfig,
+    Trainer,
+    TrainingConfig,
+    World,
+    load_run_config,
+)
 from conceptmoe_vl.training import lora as lora_module
+from conceptmoe_vl.training.consolidate import consolidate
 from conceptmoe_vl.training.lora import LoraSection, add_adapters
 from conceptmoe_vl.training.parts import part_of
 from tests.tiny import logits_of, make_document, tiny_model
@@ -161,3 +169,17 @@ def test_random_weights_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"name a trained model in model\.init_from"):
         load_run_config(path)
     assert load_run_config(path, ["training.lora.rank=0"]).training.lora.rank == 0
+
+
+def test_consolidation_of_adapters_says_how_to_get_the_model(tmp_path):
+    trainer = make_trainer(tmp_path / "run")
+    trainer.step()
+    checkpoint = trainer.save_checkpoint()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "run/processor").mkdir()
+    model = ModelSection(init_from=str(tmp_path / "base"))
+    run = RunConfig(str(tmp_path / "run"), model, {"shards": "x.tar"}, trainer.config)
+    run.save(tmp_path / "run/config.yaml")
+    with pytest.raises(UserError, match=r"holds adapters .*the run merges when it ends"):
+        consolidate(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -218,6 +218,15 @@ def test_alignment_adds_a_tower_and_a_projector_to_a_model_of_text(runs):
     assert processor.image_processor is not None
 
 
+def test_a_model_of_text_of_another_shape_is_refused(runs, capsys):
+    recipe = ["--config", str(FOLDER / "align.yaml"), f"run_dir={runs.folder / 'refused'}"]
+    changed = "model.text={moe_intermediate_size: 8}"
+    assert train.main([*recipe, *TINY, *runs.overrides("align"), changed]) == 2
+    assert "gate_up_proj (4, 32, 32), the configuration asks for (4, 16, 32)" in (
+        capsys.readouterr().err
+    )
+
+
 def test_adapters_touch_no_norm(runs):
     pytest.importorskip("peft")
     before, after = runs.weights("align"), runs.weights("lora")
