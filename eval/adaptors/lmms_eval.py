@@ -58,7 +58,7 @@ class _ConceptMoEVL(lmms):
         self.compression = None if compression is None else float(compression)
         self.max_new_tokens = int(max_new_tokens)
 
-    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Any) -> list[Any]:
         raise NotImplementedError(f"{NAME} has log-likelihoods with --force_simple")
 
     def generate_until_multi_round(self, requests: Any) -> list[str]:
@@ -116,7 +116,12 @@ class ConceptMoEVLSimple(_ConceptMoEVL):
             settings.append(given)
         return self._answers(prompts, settings)
 
-    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Any) -> list[Any]:
+        """(loss, whether it is greedy) of each continuation, as lmms-eval 0.7 wants them.
+
+        It takes the choice of the least value for the answer, since its models give losses; and it
+        makes strings of pairs that do not come as a `GenerationResult`.
+        """
         pairs: list[tuple[list[dict], str]] = []
         shown: dict[tuple, list[dict]] = {}
         for request in requests:
@@ -132,7 +137,10 @@ class ConceptMoEVLSimple(_ConceptMoEVL):
         scores = log_likelihoods(
             self.model, self.processor, pairs, self.batch_size, self.compression
         )
-        return [(score.sum, score.is_greedy) for score in scores]
+        return [
+            GenerationResult((-score.sum, score.is_greedy), TokenCounts(output_tokens=score.tokens))
+            for score in scores
+        ]
 
 
 def simple_messages(context: str, visuals: Any) -> list[dict]:

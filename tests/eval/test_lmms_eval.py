@@ -125,7 +125,11 @@ def test_log_likelihoods_of_choices_about_pictures(model_folder, data):
         model.model, model.processor, [(c, choice) for c in conversations for choice in CHOICES]
     )
     found = [tuple(resp[0]) for sample in samples for resp in sample["resps"]]
-    assert found == [(score.sum, score.is_greedy) for score in expected]
+    assert found == [(-score.sum, score.is_greedy) for score in expected]
+    sums = [score.sum for score in expected]
+    for number, (sample, row) in enumerate(zip(samples, data[1], strict=True)):
+        own = sums[number * len(CHOICES) : (number + 1) * len(CHOICES)]
+        assert sample["acc"] == float(own.index(max(own)) == row["answer"])
 
 
 def test_both_kinds_of_model_are_registered():
