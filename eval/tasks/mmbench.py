@@ -6,6 +6,7 @@ options. The file has one row an order, `index` one million apart, where it was 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,8 +78,7 @@ def _question(row: TableRow) -> Question:
 
 
 def _with_orders(question: Question, orders: int) -> Question:
-    details = {**question.details, "orders": orders}
-    return Question(**{**vars(question), "details": details})
+    return dataclasses.replace(question, details={**question.details, "orders": orders})
 
 
 def mmbench_figures(samples: Sequence[Scored]) -> dict[str, float]:
