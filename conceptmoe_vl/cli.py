@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import conceptmoe_vl_runtime
-from conceptmoe_vl import chunks_command, plan_command
+from conceptmoe_vl import chunks_command, consolidate_command, plan_command
 from conceptmoe_vl.conversion import command as conversion
 from conceptmoe_vl.errors import UserError
 
@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=flops)
     plan_command.add_command(commands)
     chunks_command.add_command(commands, DEFAULT_MODEL)
+    consolidate_command.add_command(commands)
     conversion.add_commands(commands)
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] not in commands.choices:

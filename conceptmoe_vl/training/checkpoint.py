@@ -18,7 +18,8 @@ from conceptmoe_vl.errors import UserError
 
 from .config import TrainingConfig
 from .distributed import World, gather_objects, raise_together, share_from_main, wait_for_all
-from .engine import Engine, zero_stage
+from .engine import Engine
+from .resuming import layout_of, load_engine
 from .run_files import (
     FORMAT,
     checkpoints_in,
@@ -28,21 +29,12 @@ from .run_files import (
     remove_old_checkpoints,
     replace_folder,
     set_random_state,
+    set_seed,
     step_of,
     write_json,
     write_text,
 )
 from .verification import checked_files, damage_of
-
-
-def _shape_of_run(config: TrainingConfig, world: World) -> dict[str, Any]:
-    """What must be the same for engine and stream states to fit."""
-    return {
-        "engine": config.engine,
-        "zero_stage": zero_stage(config),
-        "world_size": world.size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-    }
 
 
 def save_checkpoint(
@@ -74,7 +66,7 @@ def save_checkpoint(
     wait_for_all()
     files = checked_files(beside, world)
     if world.is_main:
-        manifest = {"format": FORMAT, **_shape_of_run(config, world), "counters": counters}
+        manifest = {"format": FORMAT, **layout_of(config, world), "counters": counters}
         write_json(beside / "manifest.json", {**manifest, "files": files})
         replace_folder(beside, target)
         write_text(folder / "latest", target.name + "\n")
@@ -173,19 +165,22 @@ def load_checkpoint(
         stream: None leaves the data where they are.
 
     Raises:
-        UserError: the checkpoint is damaged, or was written by a run of another shape.
+        UserError: the checkpoint is damaged, or does not fit this run.
     """
     error, manifest = None, {}
     try:
         manifest = read_manifest(path)
-        _check_shape(manifest, _shape_of_run(config, world), path)
     except UserError as found:
         error = found
     raise_together(error)
-    engine.load(path / "engine")
+    load_engine(path, manifest, engine, config, world)
     if stream is not None:
         stream.load_state_dict(stream_state(path, manifest["world_size"], world))
-    set_random_state(_rank_state(path, world.rank)["random"], world.device)
+    if world.rank < manifest["world_size"]:
+        set_random_state(_rank_state(path, world.rank)["random"], world.device)
+    else:
+        # Not the numbers that it would have drawn from the run's first step on.
+        set_seed(config.seed + 1 + world.rank + 1_000_003 * manifest["counters"]["step"])
     return manifest["counters"]
 
 
@@ -205,13 +200,3 @@ def stream_state(path: Path, written_by: int, world: World) -> Any:
 
 def _rank_state(path: Path, rank: int) -> dict[str, Any]:
     return torch.load(path / f"rank-{rank}.pt", map_location="cpu", weights_only=True)
-
-
-def _check_shape(manifest: dict, present: dict, path: Path) -> None:
-    for key, value in present.items():
-        if manifest[key] != value:
-            raise UserError(
-                f"checkpoint {path} was written with {key} {manifest[key]}, this run has {value}; "
-                f"resume with {key} {manifest[key]}, or start a new run from its weights "
-                "(model.init_from)"
-            )

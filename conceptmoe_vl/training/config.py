@@ -89,6 +89,9 @@ class TrainingConfig:
         max_minutes: minutes of training after which the run ends cleanly; None: no limit. The
             schedule then follows the clock, so that such a run is NOT reproducible bit for bit.
         gradient_accumulation_steps: micro-batches of each process in one optimiser step.
+        keep_batch: a resumed run keeps the batch of a step: other processes share the micro-batches
+            of its checkpoint, whatever `gradient_accumulation_steps` is; off: the configured ones
+            hold from there on.
         learning_rate: peak rate of AdamW.
         part_learning_rates: peak rates of single parts, by name: vision, projector, chunk, experts,
             embedding, rest, lora; the others take `learning_rate`.
@@ -134,6 +137,7 @@ class TrainingConfig:
     max_steps: int | None = None
     max_minutes: float | None = None
     gradient_accumulation_steps: int = 1
+    keep_batch: bool = True
     learning_rate: float = 1e-3
     part_learning_rates: dict = dataclasses.field(default_factory=dict)
     freeze: list = dataclasses.field(default_factory=list)

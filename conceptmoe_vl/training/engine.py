@@ -22,6 +22,13 @@ from conceptmoe_vl.errors import UserError
 from .config import TrainingConfig
 from .distributed import World, require_deepspeed
 from .parameters import GuardedAdamW, build_optimizer
+from .restoring import (
+    names_in_order,
+    restore_stage_1_and_2,
+    restore_stage_3,
+    restore_whole,
+)
+from .saved_state import SavedState
 
 # What the trainer itself sets from the `training` section: one place for each setting.
 _OWNED = {
@@ -53,7 +60,13 @@ class Engine(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """What an engine of the same layout has saved. Exact."""
+        ...
+
+    def restore(self, saved: SavedState) -> None:
+        """What any engine has saved."""
+        ...
 
     def gather_weights(self) -> dict[str, torch.Tensor] | None: ...
 
@@ -92,12 +105,16 @@ class TorchEngine:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state["trained"] = names_in_order(self.module, self.optimizer)
         torch.save(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "state.pt", map_location=self._device, weights_only=True)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def restore(self, saved: SavedState) -> None:
+        restore_whole(self.module, self.optimizer, saved)
 
     def gather_weights(self) -> dict[str, torch.Tensor] | None:
         return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
@@ -167,6 +184,9 @@ def deepspeed_config(config: TrainingConfig) -> dict:
             "lower_precision_safe_modules": [],
         }
     values.setdefault("zero_allow_untested_optimizer", True)  # the optimiser is a subclass of AdamW
+    # Offloaded, too, the optimiser is torch's fused AdamW: on a CPU it is as fast as DeepSpeed's
+    # own, which needs a compiler.
+    values.setdefault("zero_force_ds_cpu_optimizer", False)
     values.setdefault("steps_per_print", 2**31)
     return values
 
@@ -182,6 +202,7 @@ class DeepSpeedEngine:
         self.stage = zero_stage(config)
         self.optimizer = build_optimizer(model, config)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._names = names_in_order(model, self.optimizer)
         level = deepspeed.utils.logger.level
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every subclass of AdamW
         self._engine, *_ = deepspeed.initialize(
@@ -217,7 +238,9 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         # DeepSpeed's `latest` file would name a folder that is renamed afterwards.
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        self._engine.save_checkpoint(
+            str(folder.parent), folder.name, {"trained": self._names}, save_latest=False
+        )
 
     def load(self, folder: Path) -> None:
         path, _ = self._engine.load_checkpoint(
@@ -228,6 +251,15 @@ class DeepSpeedEngine:
         )
         if path is None:
             raise UserError(f"DeepSpeed finds no state in {folder}; the checkpoint is damaged")
+
+    def restore(self, saved: SavedState) -> None:
+        """Collective."""
+        if self.stage == 0:
+            restore_whole(self.module, self.optimizer, saved)
+        elif self.stage < 3:
+            restore_stage_1_and_2(self._engine.optimizer, self.module, saved)
+        else:
+            restore_stage_3(self._deepspeed, self._engine.optimizer, self.module, saved)
 
     def gather_weights(self) -> dict[str, torch.Tensor] | None:
         """Collective. Whole weights on rank 0 (on CPU), None elsewhere;

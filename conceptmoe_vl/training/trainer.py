@@ -41,6 +41,7 @@ from .metrics import Speed, StepStatistics, peak_memory_bytes
 from .parameters import summarise_parts
 from .preparing import prepare_model
 from .progress import Reporter
+from .resuming import batch_of_run
 from .run_files import drop_lines_after, set_seed
 from .run_log import RunLog
 from .schedule import run_progress, set_learning_rates
@@ -81,13 +82,13 @@ class Trainer:
         held_out: Callable[[], Iterable[Any]] | None = None,
         evaluate_every: int = 0,
     ) -> None:
+        self.run_dir, self.reporter = Path(run_dir), Reporter(world.is_main)
+        config = batch_of_run(config, self.run_dir / "checkpoints", world, self.reporter.say)
         self.config, self.world, self.stream = config, world, stream
-        self.run_dir = Path(run_dir)
         self._processor, self._generation = processor, generation
         self._held_out, self._evaluate_every = held_out, evaluate_every
         self._image_token_id = getattr(getattr(model, "config", None), "image_token_id", None)
         prepare_model(model, config)
-        self.reporter = Reporter(world.is_main)
         self.reporter.show_parts(summarise_parts(model, config), config)
         self.engine = build_engine(model, config, world)
         self.engine.module.train()

@@ -109,7 +109,12 @@ class SyntheticStream:
         return PackedBatch.filler(END)
 
     def state_dict(self) -> dict:
-        return {"position": self._position}
+        return {"position": self._position, "accumulation": self._accumulation}
 
-    def load_state_dict(self, state: dict) -> None:
-        self._position = state["position"]
+    def load_state_dict(self, state: dict | list[dict]) -> None:
+        """A list is of the ranks of a run with another number of them, between two steps."""
+        if isinstance(state, list):
+            (step,) = {each["position"] // each["accumulation"] for each in state}
+            self._position = step * self._accumulation
+        else:
+            self._position = state["position"] // state["accumulation"] * self._accumulation

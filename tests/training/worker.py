@@ -6,7 +6,7 @@
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
 auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, held_out_missing,
 checkpoint_every, evaluate_every, run_dir, engine, freeze, freeze_layers, lora,
-activation_checkpointing.
+activation_checkpointing, experts (of a layer), zero (further keys of zero_optimization).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
     accumulation = spec.get("accumulation", 1)
     config = TrainingConfig(
         engine=spec.get("engine", "deepspeed"),
-        deepspeed={"zero_optimization": {"stage": spec.get("stage", 0)}},
+        deepspeed={"zero_optimization": {"stage": spec.get("stage", 0), **spec.get("zero", {})}},
         max_steps=10,
         log_every=1,
         device="cpu",
@@ -50,7 +50,7 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         lora=LoraSection(**spec.get("lora", {})),
         activation_checkpointing=spec.get("activation_checkpointing", False),
     )
-    text = {"tie_word_embeddings": spec.get("tied", False)}
+    text = {"tie_word_embeddings": spec.get("tied", False), "num_experts": spec.get("experts", 4)}
     chunk = {"noise": spec.get("noise", "none"), "image_mode": "grid"}
     if not spec.get("auxiliary", True):
         text |= {"balance_loss_weight": 0.0, "router_z_loss_weight": 0.0}

@@ -1,0 +1,150 @@
+"""A model folder from a training checkpoint of any engine and ZeRO stage, on a CPU, in one process.
+
+Notable:
+- a tensor is put together from the files of all ranks when it is written, so that writing takes the
+  memory of the largest tensor; the optimiser's moments are not read;
+- the folder is loaded, compared with the checkpoint bit for bit and run on a few tokens before it
+  gets its name; that takes the memory of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from conceptmoe_vl.configuration import ConceptMoEVLConfig
+from conceptmoe_vl.conversion.converting import refuse_existing, written_beside
+from conceptmoe_vl.conversion.reading import DTYPES, VALUE_BYTES
+from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
+from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.processing import ConceptMoEVLProcessor
+
+from .build import model_config
+from .config import RunConfig, load_run_config
+from .distributed import World
+from .run_files import read_manifest
+from .saved_state import SavedState, SavedTensor, read_state
+from .verification import damage_of
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PROBE = 16  # tokens of the forward pass of the finished model
+
+
+def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Writes the model of `RUN/checkpoints/step-N` as a folder for `from_pretrained`.
+
+    Configuration and processor are those that the run has written beside its checkpoints.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, one of another model, or `out` exists.
+    """
+    refuse_existing(out)
+    damage = damage_of(checkpoint, World(0, 1, 0, torch.device("cpu")))
+    if damage is not None:
+        raise UserError(damage)
+    run, processor = _run_of(checkpoint)
+    config, generation = model_config(run.model, processor), run.model.generation
+    saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
+    write_model(saved, config, out, processor, generation, max_shard_bytes)
+
+
+def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
+    folder = checkpoint.absolute().parents[1]
+    for name in ("config.yaml", "processor"):
+        if not (folder / name).exists():
+            raise UserError(
+                f"{folder / name} is missing: a checkpoint must lie in its run's folder, as "
+                "RUN/checkpoints/step-N"
+            )
+    run = load_run_config(folder / "config.yaml")
+    if run.model.init_from is not None and not Path(run.model.init_from).is_dir():
+        raise UserError(
+            f"the run's model.init_from is {run.model.init_from}, which is no folder here; its "
+            "config.json is needed: put it back, or run this where the run was"
+        )
+    return run, ConceptMoEVLProcessor.from_pretrained(folder / "processor")
+
+
+def write_model(
+    saved: SavedState,
+    config: ConceptMoEVLConfig,
+    out: Path,
+    processor: ConceptMoEVLProcessor | None = None,
+    generation: dict[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `out` whole, and only if it loads as what the checkpoint holds.
+
+    Raises:
+        UserError: the checkpoint has other tensors than this model, `out` exists, or the disk is
+            full.
+        RuntimeError: what was written does not load as it should.
+    """
+    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration as Model
+
+    transformers_logging.disable_progress_bar()
+    with torch.device("meta"):
+        model = Model(config)
+    tensors = [_new_tensor(name, saved[name]) for name in fitting(model, saved)]
+    model.generation_config.update(**(generation or {}))
+    config.update({"dtype": torch.float32, "architectures": [Model.__name__]})
+    with written_beside(out) as folder:
+        write_weights(tensors, folder, max_shard_bytes, lambda _: None)
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
+        require_same(Model.from_pretrained(folder), saved)
+
+
+def _new_tensor(name: str, saved: SavedTensor) -> NewTensor:
+    kind = _NAMES[saved.pieces["weight"][0].dtype]
+    size = math.prod(saved.shape) * VALUE_BYTES[kind]
+    make = functools.partial(saved.part, "weight", 0, math.prod(saved.shape))
+    return NewTensor(name, kind, saved.shape, (Computed(make, size),))
+
+
+def fitting(model: nn.Module, saved: SavedState) -> list[str]:
+    """Names of a model's tensors, tied ones once.
+
+    Raises:
+        UserError: a tensor is missing from the checkpoint, has another shape, or is too many.
+    """
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own = {name: first.get(parameters.get(name), name) for name in model.state_dict()}
+    for name, tensor in model.state_dict().items():
+        found = saved[own[name]].shape if own[name] in saved else "missing"
+        if found != tuple(tensor.shape):
+            raise UserError(
+                f"{name} is {found} in the checkpoint and {tuple(tensor.shape)} in the model of "
+                "the run's config.yaml"
+            )
+    left = sorted({*saved.trained, *saved.fixed} - own.keys())
+    if left:
+        raise UserError(f"the checkpoint has {left[0]}, the model of the run's config.yaml has not")
+    return [name for name in own if own[name] == name]
+
+
+@torch.no_grad()
+def require_same(model: Any, saved: SavedState) -> None:
+    """Raises unless a loaded model has the checkpoint's tensors, bit for bit, and computes.
+
+    Raises:
+        RuntimeError: names the first tensor that differs.
+    """
+    tensors = model.state_dict()
+    for name in fitting(model, saved):
+        if not torch.equal(tensors[name], saved[name].whole()):
+            raise RuntimeError(f"{name} is not loaded as the checkpoint has it")
+    config = model.config
+    marks = {config.image_token_id, config.vision_start_token_id, config.vision_end_token_id}
+    words = [token for token in range(config.text.vocab_size) if token not in marks][:_PROBE]
+    if not torch.isfinite(model.eval()(input_ids=torch.tensor([words])).logits).all():
+        raise RuntimeError("the logits of the model are not finite; take another checkpoint")
