@@ -31,6 +31,7 @@ from conceptmoe_vl.training.build import (
     begin_again,
     build_model,
     prepare_processor,
+    recover_run,
     require_same_model,
 )
 from conceptmoe_vl.training.peers import LOST_STATUS
@@ -85,6 +86,7 @@ def held_out_batches(
 
 def build_trainer(config: RunConfig, world: World) -> Trainer:
     """Processor, model, stream and trainer of a run; resumes it if it has a checkpoint."""
+    recover_run(config, world)
     require_same_model(config)
     data = DataConfig.from_mapping(config.data)
     processor = prepare_processor(config, world, lambda limit: iter_source_texts(data, limit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor, tra
 
 from .config import ModelSection, RunConfig
 from .distributed import World, raise_together, share_from_main, wait_for_all
-from .run_files import LINES, checkpoints_in, replace_folder, set_seed
+from .run_files import LINES, checkpoints_in, recover_folders, replace_folder, set_seed
 from .yaml_io import read_yaml
 
 _SECTIONS = ("text", "chunk", "vision")
@@ -212,6 +213,14 @@ def _shaping(config: dict) -> dict:
     return {"model": config.get("model", {}), "training": parts}
 
 
+def recover_run(config: RunConfig, world: World) -> None:
+    """Puts back what a killed run had put aside, before anyone looks for it. Collective."""
+    if world.is_main:
+        for path in recover_folders(Path(config.run_dir)):
+            print(f"{path} is back: a killed run had put it aside", file=sys.stderr)
+    wait_for_all()
+
+
 def begin_again(config: RunConfig, world: World) -> bool:
     """Clears what a run left that was killed before its first checkpoint. Collective.
 
@@ -226,7 +235,8 @@ def begin_again(config: RunConfig, world: World) -> bool:
     unsaved = (
         config.training.resume == "auto"
         and saved.exists()
-        and not any((folder / "checkpoints").glob("*step-*"))  # nor a damaged one
+        # nor a damaged one; one that was being written does not count
+        and not any(path.name[0] != "." for path in (folder / "checkpoints").glob("*step-*"))
         and not (folder / "model").exists()
         and read_yaml(saved) == config.to_dict()
     )

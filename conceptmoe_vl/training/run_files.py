@@ -90,6 +90,24 @@ def replace_folder(written: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def recover_folders(run_dir: Path) -> list[Path]:
+    """Ends what a run that was killed within `replace_folder` has begun.
+
+    Returns:
+        The folders that were put back.
+    """
+    found = []
+    for pattern in (".model.old", ".adapter.old", ".processor.old", "checkpoints/.step-*.old"):
+        for old in run_dir.glob(pattern):
+            target = old.with_name(old.name[1 : -len(".old")])
+            if target.exists():
+                shutil.rmtree(old)  # the new one had taken its place
+            else:
+                old.rename(target)
+                found.append(target)
+    return found
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints (those with a manifest), oldest step first."""
     found = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import train
+from conceptmoe_vl import cli
 from conceptmoe_vl.training import Trainer, World, load_run_config
 from conceptmoe_vl.training import distributed as processes
 from data_pipelines import DataConfig, build_stream
@@ -282,10 +285,50 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(config_file, tmp_p
     assert [line["step"] for line in first] == [1, 2]
     assert program(config_file, "training.learning_rate=1e-5") == 2
     assert metrics(tmp_path / "run") == first
+    (tmp_path / "run" / "checkpoints" / ".writing-step-2").mkdir(parents=True)  # the first, killed
     assert program(config_file) == 0
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["loss"] for line in lines[:2]] == [line["loss"] for line in first]
+
+
+def test_a_run_killed_while_it_replaced_a_folder_goes_on(config_file, tmp_path, capsys):
+    assert program(config_file) == 0
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    (folder / "step-4").rename(folder / ".step-4.old")  # between the two renamings
+    shutil.copytree(run / "model", run / ".model.old")  # behind the second one
+    assert program(config_file, "training.max_steps=6") == 0
+    assert "step-4 is back: a killed run had put it aside" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert not list(run.rglob(".*"))
+
+
+def test_consolidate_writes_what_the_run_has_exported(config_file, tmp_path, capsys):
+    assert program(config_file) == 0
+    checkpoint, out = tmp_path / "run" / "checkpoints" / "step-4", tmp_path / "out"
+    assert cli.main(["consolidate", str(checkpoint), str(out)]) == 0
+    written, exported = (
+        {path.name for path in (f.iterdir())} for f in (out, tmp_path / "run/model")
+    )
+    assert written == exported
+    weights, expected = (
+        load_file(folder / "model.safetensors") for folder in (out, tmp_path / "run/model")
+    )
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    capsys.readouterr()
+    shutil.copytree(checkpoint, tmp_path / "elsewhere" / "a" / "step-4")
+    for arguments, message in (
+        ((checkpoint, out), "exists already; name another folder"),
+        ((tmp_path / "run" / "model", tmp_path / "new"), "is no complete checkpoint"),
+        (
+            (tmp_path / "elsewhere" / "a" / "step-4", tmp_path / "new"),
+            "must lie in its run's folder",
+        ),
+    ):
+        assert cli.main(["consolidate", *map(str, arguments)]) != 0
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_model_in_the_same_folder_is_refused(config_file, capsys):
