@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
-from conceptmoe_vl.conversion.converting import refuse_existing, written_beside
+from conceptmoe_vl.conversion.converting import check_target, written_beside
 from conceptmoe_vl.conversion.reading import DTYPES, VALUE_BYTES
 from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
 from conceptmoe_vl.errors import UserError
@@ -28,7 +28,7 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor
 from .build import model_config
 from .config import RunConfig, load_run_config
 from .distributed import World
-from .run_files import read_manifest
+from .run_files import read_manifest, step_of
 from .saved_state import SavedState, SavedTensor, read_state
 from .verification import damage_of
 
@@ -42,14 +42,18 @@ def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -
     Configuration and processor are those that the run has written beside its checkpoints.
 
     Raises:
-        UserError: no checkpoint, a damaged one, one of another model or with adapters, or `out`
-            exists.
+        UserError: no checkpoint, a damaged one, one of another model, or `out` exists.
     """
-    refuse_existing(out)
+    check_target(out, checkpoint)
     damage = damage_of(checkpoint, World(0, 1, 0, torch.device("cpu")))
     if damage is not None:
         raise UserError(damage)
     run, processor = _run_of(checkpoint)
+    if run.training.lora.rank:
+        raise UserError(
+            f"{checkpoint} has adapters (training.lora), which this does not merge; the run's own "
+            f"command does, with training.max_steps={step_of(checkpoint)}"
+        )
     config, generation = model_config(run.model, processor), run.model.generation
     saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
     write_model(saved, config, out, processor, generation, max_shard_bytes)
@@ -64,11 +68,6 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
                 "RUN/checkpoints/step-N"
             )
     run = load_run_config(folder / "config.yaml")
-    if run.training.lora.rank:
-        raise UserError(
-            f"{checkpoint} holds adapters (training.lora), which the run merges when it ends: "
-            "resume it, with a smaller training.max_steps if it is to end now"
-        )
     if run.model.init_from is not None and not Path(run.model.init_from).is_dir():
         raise UserError(
             f"the run's model.init_from is {run.model.init_from}, which is no folder here; its "

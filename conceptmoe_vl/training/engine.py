@@ -184,8 +184,7 @@ def deepspeed_config(config: TrainingConfig) -> dict:
             "lower_precision_safe_modules": [],
         }
     values.setdefault("zero_allow_untested_optimizer", True)  # the optimiser is a subclass of AdamW
-    # Offloaded, too, the optimiser is torch's fused AdamW: on a CPU it is as fast as DeepSpeed's
-    # own, which needs a compiler.
+    # Offloaded, too, the optimiser is torch's fused AdamW: DeepSpeed's own needs a compiler.
     values.setdefault("zero_force_ds_cpu_optimizer", False)
     values.setdefault("steps_per_print", 2**31)
     return values

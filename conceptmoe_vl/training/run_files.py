@@ -97,7 +97,7 @@ def recover_folders(run_dir: Path) -> list[Path]:
         The folders that were put back.
     """
     found = []
-    for pattern in (".model.old", ".processor.old", "checkpoints/.step-*.old"):
+    for pattern in (".model.old", ".adapter.old", ".processor.old", "checkpoints/.step-*.old"):
         for old in run_dir.glob(pattern):
             target = old.with_name(old.name[1 : -len(".old")])
             if target.exists():
