@@ -18,10 +18,10 @@ from conceptmoe_vl.chunk_pictures import ShownPrompt, show_prompt, templates
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
+from conceptmoe_vl.requests import with_images
 from eval.chunks.statistics import Traced, summarise
 from eval.chunks.tracing import trace_questions
 from eval.program import evaluate_tasks
-from eval.runner import with_images
 from eval.tasks import Question, get_tasks
 
 

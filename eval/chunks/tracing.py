@@ -10,9 +10,9 @@ import numpy as np
 
 from conceptmoe_vl.chunk_trace import ChunkTrace, trace_conversation
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.requests import with_images
 from eval.chunks.statistics import Traced
 from eval.chunks.words import kinds_of
-from eval.runner import with_images
 from eval.tasks import Question
 
 
