@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from conceptmoe_vl.chunk_trace import IMAGE, MODALITIES, ChunkTrace, trace_conversation
 from conceptmoe_vl.images import decode_image
-from conceptmoe_vl.requests import fetch_images
+from conceptmoe_vl.requests import with_images
 
 _PATCH_PIXELS = 20  # of a drawn patch at least, so that an outline does not cover it
 _SHORTEST_SIDE, _LONGEST_SIDE = 320, 1600  # of a drawing, whatever its patches
@@ -186,7 +186,7 @@ def show_prompt(
     traces = {own: trace_conversation(model, processor, messages, compression)}
     pictures = [
         decode_image(part["image"], processor.image_processor.background)
-        for message in fetch_images(messages)
+        for message in with_images(messages)
         if not isinstance(message["content"], str)
         for part in message["content"]
         if part["type"] == "image"

@@ -62,13 +62,13 @@ def encode_prompt(model: Any, processor: Any, prompt: Prompt, number: int = 0) -
         if isinstance(prompt, Rendered):
             return processor.encode_text(prompt.text, prompt.images)
         check_images(model, prompt)
-        return processor.encode(fetch_images(prompt), add_generation_prompt=True)
+        return processor.encode(with_images(prompt), add_generation_prompt=True)
     except ValueError as error:
         raise RequestError(number, str(error)) from error
 
 
-def fetch_images(messages: list[dict]) -> list[dict]:
-    """A conversation with the images fetched that are given as functions."""
+def with_images(messages: list[dict]) -> list[dict]:
+    """The messages with the images fetched that are given as functions."""
     return [{**message, "content": _fetched(message["content"])} for message in messages]
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from conceptmoe_vl.files import written_whole
 from eval.runner import MODALITIES, Sample
 from eval.statistics import RESAMPLES, SEED, estimate
-from eval.tasks import Task
+from eval.tasks import RatioOfSums, Task
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Speed:
 def summarise(task: Task, samples: Sequence[Sample], speed: Speed) -> dict[str, Any]:
     """The figures of `results.json`. All but `speed` depend on questions and replies alone."""
     kinds = sorted({sample.question.kind for sample in samples})
-    ratios = {name: _ratio(samples, (name,)) for name in MODALITIES}
+    ratios = estimate(samples, _RATIOS)
     prompt_tokens = sum(sample.reply.prompt_tokens for sample in samples)
     rate = speed.asked / len(samples) / speed.seconds
     return {
@@ -44,8 +44,11 @@ def summarise(task: Task, samples: Sequence[Sample], speed: Speed) -> dict[str, 
         },
         "empty_answers": sum(not sample.parsed for sample in samples),
         "ties": sum(_is_tie(sample) for sample in samples) if task.mode == "choose" else None,
-        "ratio": _ratio(samples, MODALITIES),
-        "ratio_by_modality": ratios,
+        "ratio": ratios["all"].value,
+        "ratio_by_modality": {name: ratios[name].value for name in MODALITIES},
+        "ratio_intervals_95": {
+            name: figure.interval and list(figure.interval) for name, figure in ratios.items()
+        },
         "prompt_tokens": prompt_tokens,
         "answer_tokens": sum(sample.reply.answer_tokens for sample in samples),
         "bootstrap": {"seed": SEED, "resamples": RESAMPLES},
@@ -72,16 +75,14 @@ def _is_tie(sample: Sample) -> bool:
     return totals.count(max(totals)) > 1
 
 
-def _ratio(samples: Sequence[Sample], modalities: Sequence[str]) -> float | None:
-    """Tokens per concept; None where nothing was counted."""
-    tokens, concepts = (
-        sum(counts.get(name, 0) for counts in side for name in modalities)
-        for side in (
-            [sample.reply.tokens for sample in samples],
-            [sample.reply.concepts for sample in samples],
-        )
-    )
-    return tokens / concepts if concepts else None
+def _ratio_parts(sample: Any) -> dict[str, tuple[float, float]]:
+    """Tokens and concepts of a sample's prompt, together and by modality."""
+    tokens, concepts = sample.reply.tokens, sample.reply.concepts
+    parts = {name: (tokens.get(name, 0), concepts.get(name, 0)) for name in MODALITIES}
+    return {"all": (sum(tokens.values()), sum(concepts.values())), **parts}
+
+
+_RATIOS = RatioOfSums(_ratio_parts)
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -100,9 +101,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         table.add_section()
     table.add_row("all", *_cells(results, names), style="bold")
     console.print(table)
-    ratios = {"all": results["ratio"], **results["ratio_by_modality"]}
-    shown = ", ".join(f"{name} {_number(value)}" for name, value in ratios.items())
-    console.print(f"tokens per concept: {shown}")
+    console.print(f"tokens per concept: {_shown_ratios(results)}")
     for line in _remarks(results):
         console.print(line)
 
@@ -151,8 +150,14 @@ def format_figure(value: float | None, interval: Sequence[float] | None) -> tupl
     return shown, f"{factor * interval[0]:.2f} to {factor * interval[1]:.2f}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _shown_ratios(results: dict[str, Any]) -> str:
+    ratios = {"all": results["ratio"], **results["ratio_by_modality"]}
+    shown = []
+    for name, value in ratios.items():
+        interval = results["ratio_intervals_95"][name]
+        limits = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+        shown.append(f"{name} -" if value is None else f"{name} {value:.2f}{limits}")
+    return ", ".join(shown)
 
 
 def write_samples(folder: Path, samples: Sequence[Sample]) -> Path:

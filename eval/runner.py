@@ -19,6 +19,7 @@ from eval.replies import Reply, ReplyStore, question_key
 from eval.tasks import Question, Scored, Task
 
 MODALITIES = ("image", "text")
+_Unanswered = Iterator[tuple[str, Question]]  # keys and questions, each looked at when it is due
 
 
 @dataclass(frozen=True)
@@ -174,43 +175,50 @@ class Asker:
             UserError: an image cannot be decoded; the key is named. Nothing is skipped.
         """
         started = time.perf_counter()
-        keys = [question_key(task, question) for question in questions]
-        # Equal questions have equal replies: each is asked once.
-        todo = {
-            key: question
-            for key, question in zip(keys, questions, strict=True)
-            if store.get(key) is None
-        }
-        on_replies(len(questions) - len(todo))
+        keys: list[str] = []
+        asked: set[str] = set()
+
+        def unanswered() -> Iterator[tuple[str, Question]]:
+            for question in questions:
+                key = question_key(task, question)
+                keys.append(key)
+                # Equal questions have equal replies: each is asked once.
+                if key in asked or store.get(key) is not None:
+                    on_replies(1)
+                else:
+                    asked.add(key)
+                    yield key, question
 
         def keep(key: str, reply: Reply) -> None:
             store.add(key, reply)
             on_replies(1)
 
-        if todo:
-            ask = self._generate if task.mode == "generate" else self._take_likelihoods
-            ask(task, todo, keep)
+        ask = self._generate if task.mode == "generate" else self._take_likelihoods
+        ask(task, unanswered(), keep)
         found = [store.get(key) for key in keys]
         replies = [each for each in found if each is not None]
-        return Asked(replies, keys, len(todo), time.perf_counter() - started)
+        return Asked(replies, keys, len(asked), time.perf_counter() - started)
 
-    def _generate(
-        self, task: Task, todo: dict[str, Question], keep: Callable[[str, Reply], None]
-    ) -> None:
-        keys, questions = list(todo), list(todo.values())
-        counts: list[tuple[dict[str, int], dict[str, int]]] = []  # prompts are read in their order
+    def _generate(self, task: Task, todo: _Unanswered, keep: Callable[[str, Reply], None]) -> None:
+        taken: list[tuple[str, Question]] = []  # questions are taken, and prompts read, in order
+        counts: list[tuple[dict[str, int], dict[str, int]]] = []
+
+        def conversations() -> Iterator[list[dict[str, Any]]]:
+            for key, question in todo:
+                taken.append((key, question))
+                yield question.messages
 
         def count(ids_T: Tensor, boundary_T: Tensor) -> None:
             counts.append(count_by_modality(self.model, ids_T, boundary_T))
 
         def on_answer(number: int, answer: Answer) -> None:
-            keep(keys[number], _to_reply(answer, counts[number]))
+            keep(taken[number][0], _to_reply(answer, counts[number]))
 
-        with _named_by(questions), watch_prompts(self.model, count):
+        with _named_by(lambda number: taken[number][1]), watch_prompts(self.model, count):
             generate_all(
                 self.model,
                 self.processor,
-                [question.messages for question in questions],
+                conversations(),
                 task.max_new_tokens,
                 self.batch_size,
                 task.stop,
@@ -219,12 +227,12 @@ class Asker:
             )
 
     def _take_likelihoods(
-        self, task: Task, todo: dict[str, Question], keep: Callable[[str, Reply], None]
+        self, task: Task, todo: _Unanswered, keep: Callable[[str, Reply], None]
     ) -> None:
         """One question at a time, on all devices: the same sums to the bit, whatever stands beside
         it. Its choices share their prompt.
         """
-        for key, question in todo.items():
+        for key, question in todo:
             keep(key, self._likelihoods_of(task, question))
 
     def _likelihoods_of(self, task: Task, question: Question) -> Reply:
@@ -235,7 +243,7 @@ class Asker:
         rows: list[tuple[Tensor, Tensor]] = []
         requests = [(question.messages or "", text) for text in texts]
         with (
-            _named_by([question] * len(texts)),
+            _named_by(lambda number: question),
             watch_prompts(self.model, lambda ids_T, fired_T: rows.append((ids_T, fired_T))),
         ):
             found = log_likelihoods(
@@ -262,10 +270,10 @@ def _to_reply(
 
 
 @contextmanager
-def _named_by(questions: Sequence[Question]) -> Iterator[None]:
+def _named_by(question_of: Callable[[int], Question]) -> Iterator[None]:
     """Names the question of a request that cannot be asked."""
     try:
         yield
     except RequestError as error:
-        key = questions[error.number].key
+        key = question_of(error.number).key
         raise UserError(f"question '{key}' cannot be asked: {error}") from error

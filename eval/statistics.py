@@ -67,8 +67,10 @@ def group_clusters(samples: Sequence[Scored]) -> list[list[int]]:
     return list(groups.values())
 
 
-def estimate(samples: Sequence[Scored], metrics: Metrics) -> dict[str, Figure]:
+def estimate(samples: Sequence[Any], metrics: Metrics) -> dict[str, Figure]:
     """The figures of the samples, with their intervals.
+
+    Samples are `Scored`, or whatever else has a `question` and is what the metrics take.
 
     Plain means of scores 0 and 1 over independent questions have Wilson's interval, which keeps a
     width when every answer is right; all others the percentiles of the bootstrap.

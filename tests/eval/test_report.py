@@ -64,7 +64,8 @@ def test_every_number_has_its_interval():
 def test_report_says_what_is_no_official_score():
     text = printed(summarise(TASK, make_samples(), SPEED))
     assert "75.00 %" in text
-    assert "tokens per concept: all 1.50, image 2.00, text 1.00" in text
+    ratios = "all 1.50 (1.50 to 1.50), image 2.00 (2.00 to 2.00), text 1.00 (1.00 to 1.00)"
+    assert f"tokens per concept: {ratios}" in text
     assert "4 of the 9673 official questions" in text
     assert "1 answers are empty" in text
     assert "earlier start" not in text
@@ -84,6 +85,18 @@ def test_figures_that_are_no_shares_and_no_figures_at_all_are_printed():
     results = summarise(task, make_samples(), SPEED)
     assert results["figures"]["precision"] == {"value": None, "interval_95": None}
     assert "400.00" in printed(results)
+
+
+def test_the_ratio_has_an_interval():
+    samples = make_samples()
+    for i, concepts in enumerate((2, 5, 10, 10)):
+        reply = dataclasses.replace(samples[i].reply, concepts={"image": concepts, "text": 5})
+        samples[i] = dataclasses.replace(samples[i], reply=reply)
+    results = summarise(TASK, samples, SPEED)
+    for name, value in (("all", results["ratio"]), ("image", 40 / 27)):
+        low, high = results["ratio_intervals_95"][name]
+        assert low < value < high
+    assert results["ratio_by_modality"]["image"] == 40 / 27
 
 
 def test_ratio_without_tokens_is_none_not_a_division_by_zero():

@@ -37,17 +37,17 @@ def test_images_are_fetched_when_their_question_is_asked(loaded, tmp_path):
 
         return fetch
 
-    questions = [question(str(number), image(number)) for number in range(2)]
-    Asker(*loaded, 1).ask(TASK, questions, ReplyStore(tmp_path), events.append)
-    # Once for the checksum and once for the model; 0: nothing was in the store.
-    # Prompts are read one ahead.
-    assert events == [0, 1, 0, 0, 1, 1, 1]
+    questions = [question(str(number), image(number)) for number in range(3)]
+    asker = Asker(*loaded, 1)
+    asker.ask(TASK, questions, ReplyStore(tmp_path), lambda count: events.append("reply"))
+    # Once for the checksum and once for the model, one question ahead.
+    assert events == [0, 0, 1, 1, "reply", 2, 2, "reply", "reply"]
 
 
 def test_what_the_store_holds_is_not_asked_again(loaded, tmp_path):
     questions = [question("a", png("red")), question("b", png("blue"))]
     first = Asker(*loaded, 2).ask(TASK, questions, ReplyStore(tmp_path))
-    again = Asker(None, None, 2).ask(TASK, questions, ReplyStore(tmp_path))  # no model at all
+    again = Asker(*loaded, 2).ask(TASK, questions, ReplyStore(tmp_path))
     assert (first.new, again.new) == (2, 0)
     assert again.replies == first.replies
     assert again.keys == first.keys
