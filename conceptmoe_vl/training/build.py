@@ -21,6 +21,7 @@ from .yaml_io import read_yaml
 
 _SECTIONS = ("text", "chunk", "vision")
 _VOCABULARY_MULTIPLE = 64
+_SHIFT = "language_model.chunk.dial.shift"
 
 
 def prepare_processor(
@@ -128,8 +129,10 @@ def model_config(section: ModelSection, processor: ConceptMoEVLProcessor) -> Con
 def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     """The model of the run, the same weights on every rank, float32.
 
+    Learned thresholds that `init_from` lacks start where `conceptmoe-vl calibrate` has found them.
+
     Raises:
-        UserError: see `model_config`.
+        UserError: see `model_config`; or a ratio outside the calibration of `init_from`.
     """
     from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
 
@@ -137,9 +140,13 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     set_seed(config.training.seed)
     if config.model.init_from is None:
         return ConceptMoEVLForConditionalGeneration(settings).float()
-    return ConceptMoEVLForConditionalGeneration.from_pretrained(
-        config.model.init_from, config=settings
-    ).float()
+    model, loading = ConceptMoEVLForConditionalGeneration.from_pretrained(
+        config.model.init_from, config=settings, output_loading_info=True
+    )
+    if _SHIFT in loading["missing_keys"] and settings.chunk.calibration is not None:
+        with _mistakes_of("model.chunk.target_ratios"):
+            model.language_model.chunk.dial.start_at_calibration()
+    return model.float()
 
 
 def require_same_model(config: RunConfig) -> None:
