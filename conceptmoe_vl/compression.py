@@ -96,6 +96,25 @@ class Dial(nn.Module):
             return Budget(torch.as_tensor(text, device=image_T.device), ratio)
         return Budget(torch.where(image_T, image, text), ratio)
 
+    def start_at_calibration(self) -> None:
+        """Sets the learned thresholds to those of `chunk.calibration`, which is then used up.
+
+        Raises:
+            ValueError: a ratio lies outside the table, or its threshold cannot be learned.
+        """
+        rows = []
+        for ratio in self.ratios:
+            pair = (0.5, 0.5) if ratio == 1 else calibrated(self.config, ratio)
+            rows.append(pair[: self.shift.numel() // len(self.ratios)])
+        threshold = torch.tensor(rows).flatten()
+        if not ((threshold > 0) & (threshold < 1)).all():
+            raise ValueError(
+                f"thresholds {threshold.tolist()} of the calibration cannot be learned"
+            )
+        with torch.no_grad():
+            self.shift.copy_(-torch.logit(threshold) / _SHIFT_SCALE)
+        self.config.calibration = None
+
     def check(self, compression: float | None) -> None:
         """Raises `ValueError` unless `budget` would take this compression in evaluation."""
         check_compression(self.config, compression)

@@ -138,7 +138,7 @@ def _started(
         "calibration": None,
     }
     if purpose == "conversion":  # exact at R = 1, and nearest to the original above it
-        fields |= {"concept_residual": "delta", "merge": "boundary"}
+        fields |= {"concept_residual": "delta", "merge": "boundary", "ema": False}
     start = copy.copy(baseline)
     start.chunk = dataclasses.replace(chunk if chunk.router != "none" else ChunkConfig(), **fields)
     return start

@@ -62,6 +62,11 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", metavar="FILE.yaml", help="depths, loops, experts per concept of a plan")
     add("--residual", choices=["delta", "add"], help="chunk.concept_residual (default: delta)")
     add(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="smooth concepts by their confidence, eq. 5 (default: not)",
+    )
+    add(
         "--merge",
         choices=["boundary", "sum", "mean"],
         help="how tokens become a concept (default: boundary)",
@@ -167,6 +172,7 @@ def convert(arguments: argparse.Namespace) -> int:
         router=arguments.router,
         merge=arguments.merge,
         residual=arguments.residual,
+        ema=arguments.ema,
         experts=arguments.experts,
         experts_per_token=arguments.experts_per_token,
         plan=read_plan(Path(arguments.plan)) if arguments.plan else {},

@@ -34,8 +34,8 @@ class ConversionSettings:
     Fields:
         encoder_layers, decoder_layers: depths of E and D; default an eighth of all layers each.
         joint_layers: last layers of D that also read the concept (default 0).
-        ratio: tokens per concept (default 2). router, merge, residual: fields of `chunk`
-            (default cosine, boundary, delta).
+        ratio: tokens per concept (default 2). router, merge, residual, ema: fields of `chunk`
+            (default cosine, boundary, delta, False).
         experts, experts_per_token: of upcycled dense models (default 8 and 2).
         plan: sections `text`, `chunk` and `vision` of a plan.
         vision: a timm name. image_size: pixels. vision_pretrained: load timm's weights.
@@ -51,6 +51,7 @@ class ConversionSettings:
     router: str | None = None
     merge: str | None = None
     residual: str | None = None
+    ema: bool | None = None
     experts: int | None = None
     experts_per_token: int | None = None
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -191,12 +192,14 @@ def chunk_section(settings: ConversionSettings) -> ChunkConfig:
         "router": settings.router,
         "merge": settings.merge,
         "concept_residual": settings.residual,
+        "ema": settings.ema,
         "target_ratio": settings.ratio,
         "joint_decoding_layers": settings.joint_layers,
     }
     fields = {
         "merge": "boundary",
         "concept_residual": "delta",
+        "ema": False,
         **plan,
         **{name: value for name, value in options.items() if value is not None},
     }

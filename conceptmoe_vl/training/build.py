@@ -22,6 +22,7 @@ from .yaml_io import read_yaml
 
 _SECTIONS = ("text", "chunk", "vision")
 _VOCABULARY_MULTIPLE = 64
+_SHIFT = "language_model.chunk.dial.shift"
 
 
 def prepare_processor(
@@ -141,10 +142,12 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     """The model of the run, the same weights on every rank, float32.
 
     `init_from` may be a model of text alone where the run has a vision section: tower and projector
-    are then new (the tower pretrained, if the section says so).
+    are then new (the tower pretrained, if the section says so). Learned thresholds that `init_from`
+    lacks start where `conceptmoe-vl calibrate` has found them.
 
     Raises:
-        UserError: see `model_config`; or the weights of `init_from` do not fit the configuration.
+        UserError: see `model_config`; or the weights of `init_from` do not fit the configuration,
+            or a ratio lies outside its calibration.
     """
     from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration as Model
 
@@ -153,15 +156,20 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     if source is None:
         return Model(settings).float()
     if settings.vision is None or _base_config(source).vision is not None:
-        return Model.from_pretrained(source, config=settings).float()
-    model, text = Model(settings), Model.from_pretrained(source)
-    _take_weights(model, text.state_dict(), source)
-    model.generation_config = text.generation_config
+        model, loading = Model.from_pretrained(source, config=settings, output_loading_info=True)
+        missing = set(loading["missing_keys"])
+    else:
+        model, text = Model(settings), Model.from_pretrained(source)
+        missing = _take_weights(model, text.state_dict(), source)
+        model.generation_config = text.generation_config
+    if _SHIFT in missing and settings.chunk.calibration is not None:
+        with _mistakes_of("model.chunk.target_ratios"):
+            model.language_model.chunk.dial.start_at_calibration()
     return model.float()
 
 
-def _take_weights(model: Any, weights: dict[str, Any], source: str) -> None:
-    """Loads all weights of a model of text alone."""
+def _take_weights(model: Any, weights: dict[str, Any], source: str) -> set[str]:
+    """Loads all weights of a model of text alone; returns the names of those that it lacks."""
     own = model.state_dict()
     for name, tensor in weights.items():
         if name not in own or own[name].shape != tensor.shape:
@@ -171,6 +179,7 @@ def _take_weights(model: Any, weights: dict[str, Any], source: str) -> None:
                 f"asks for {shape}; change model.text or model.chunk"
             )
     model.load_state_dict(weights, strict=False)
+    return own.keys() - weights.keys()
 
 
 def require_same_model(config: RunConfig) -> None:

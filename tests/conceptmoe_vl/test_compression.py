@@ -248,6 +248,30 @@ def test_training_with_several_ratios_learns_a_threshold_for_each(scope):
         assert measured[ratio] == pytest.approx(ratio, rel=0.25), measured
 
 
+@pytest.mark.parametrize("scope", ["global", "modality"])
+def test_learned_thresholds_start_at_the_calibration(scope):
+    fields = {"target_ratios": [1, 1.5, 2], "ratio_scope": scope}
+    model = tiny_model(**fields)
+    found = table(model)
+    between = [threshold - 1e-5 for threshold in found["all"]]  # of the p of two tokens
+    image = [0.3, 0.4, 0.5]
+    model.config.chunk.calibration = {**found, "all": between, "text": between, "image": image}
+    with torch.no_grad():
+        wanted = {r: model(**packed(documents()), compression=r).chunks for r in (1, 1.5, 2)}
+        model.language_model.chunk.dial.start_at_calibration()
+        assert model.config.chunk.calibration is None
+        for ratio, expected in wanted.items():
+            found = model(**packed(documents()), compression=ratio).chunks
+            assert torch.equal(found.boundary_mask, expected.boundary_mask)
+
+
+def test_a_calibration_that_lacks_a_ratio_starts_nothing():
+    model = tiny_model(target_ratios=[1, 2, 4])
+    model.config.chunk.calibration = table(model)
+    with pytest.raises(ValueError, match="compression=4 lies outside"):
+        model.language_model.chunk.dial.start_at_calibration()
+
+
 def test_several_ratios_survive_saving(tmp_path):
     model = tiny_model(**SEVERAL)
     with torch.no_grad():

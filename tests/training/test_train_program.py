@@ -24,6 +24,7 @@ import train
 from conceptmoe_vl import cli
 from conceptmoe_vl.training import Trainer, World, load_run_config
 from conceptmoe_vl.training import distributed as processes
+from conceptmoe_vl.training.build import build_model
 from data_pipelines import DataConfig, build_stream
 from data_pipelines.sampling import is_held_out
 from tests.data_pipelines.conftest import make_processor
@@ -329,6 +330,22 @@ def test_consolidate_writes_what_the_run_has_exported(config_file, tmp_path, cap
         assert cli.main(["consolidate", *map(str, arguments)]) != 0
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_learned_thresholds_start_at_the_calibration_of_init_from(config_file, tmp_path):
+    assert program(config_file, "training.max_steps=1") == 0
+    path = tmp_path / "run" / "model" / "config.json"
+    values = json.loads(path.read_text())
+    table = {name: [0.1, 0.4] for name in ("all", "text", "image")}
+    values["chunk"]["calibration"] = {"ratios": [1.2, 3.0], **table}
+    path.write_text(json.dumps(values))
+    config = load_run_config(config_file, [f"model.init_from={path.parent}"])
+    config.model.text, config.model.vision = {}, None
+    config.model.chunk |= {"target_ratios": [1, 2, 3], "target_ratio": 3.0}
+    model = build_model(config, AutoProcessor.from_pretrained(path.parent))
+    found = torch.sigmoid(-10 * model.language_model.chunk.dial.shift)
+    assert found.tolist() == pytest.approx([0.5, 0.3, 0.4])
+    assert model.config.chunk.calibration is None
 
 
 def test_another_model_in_the_same_folder_is_refused(config_file, capsys):

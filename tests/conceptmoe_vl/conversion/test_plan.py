@@ -52,16 +52,17 @@ def test_options_come_before_the_plan(tmp_path):
     convert(folder, tmp_path / "first", ConversionSettings())
     plan = plan_of(tmp_path / "first", tmp_path / "plan.yaml")
     words = ["convert", folder, tmp_path / "second", "--plan", plan, "--encoder-layers", 0]
-    words += ["--decoder-layers", 2, "--merge", "sum", "--residual", "add", "--ratio", 3]
+    words += ["--decoder-layers", 2, "--merge", "sum", "--residual", "add", "--ratio", 3, "--ema"]
     assert cli.main([str(word) for word in words]) == 0
     config = ConceptMoEVLConfig.from_pretrained(tmp_path / "second")
     text, chunk = config.text, config.chunk
     assert (text.encoder_layers, text.concept_layers, text.decoder_layers) == (0, 2, 2)
     assert (chunk.merge, chunk.concept_residual, chunk.target_ratio) == ("sum", "add", 3)
+    assert chunk.ema
 
 
 def test_defaults(tmp_path):
-    """An eighth of the layers each for E and D, `delta` and `boundary`, no joint decoding."""
+    """An eighth of the layers each for E and D; `delta`, `boundary`, no EMA, no joint layers."""
     folder = save_source(make_source("Olmoe", num_hidden_layers=16), tmp_path / "source")
     convert(folder, tmp_path / "out")
     config = ConceptMoEVLConfig.from_pretrained(tmp_path / "out")
@@ -69,3 +70,4 @@ def test_defaults(tmp_path):
     assert (text.encoder_layers, text.concept_layers, text.decoder_layers) == (2, 12, 2)
     assert (chunk.router, chunk.merge, chunk.concept_residual) == ("cosine", "boundary", "delta")
     assert (chunk.joint_decoding_layers, chunk.init, chunk.target_ratio) == (0, "identity", 2.0)
+    assert not chunk.ema

@@ -322,7 +322,7 @@ def test_what_a_killed_conversion_left_is_no_obstacle(made, tmp_path):
 def test_a_folder_that_another_process_is_writing(made, tmp_path):
     with written_beside(tmp_path / "out") as folder:
         (folder / "half").touch()
-        line = "another process is writing '.*out'; wait for it, or name another folder"
+        line = r"another process is writing '.*out'; wait for it, or name another folder"
         with pytest.raises(UserError, match=line):
             convert(made["moe"], tmp_path / "out")
         assert (folder / "half").exists()
