@@ -18,6 +18,9 @@ from conceptmoe_vl.continuous_batching import generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.requests import encode_prompt, padded_inputs
 from eval.adaptors.lm_eval import ConceptMoEVLForLMEval
+from eval.replies import ReplyStore
+from eval.runner import Asker
+from eval.tasks import Question, Task
 from tests.eval.harness_data import CHOICES, write_data, write_task
 from tests.model_folder import save_model_folder
 
@@ -151,6 +154,35 @@ def test_pictures(model_folder, data, batch_size):
     expected = generate_all(lm.model, lm.processor, conversations, 6)
     samples = samples_of(lm, data, "toy_pictures", apply_chat_template=True)
     assert [resp[0][0] for resp in responses(samples)] == [answer.text for answer in expected]
+
+
+def test_the_own_runner_gets_the_same(lm, data, tmp_path):
+    """Per sample: answers about pictures, and log-likelihoods of choices."""
+    settings = {
+        "description": "",
+        "default_data": "",
+        "load": lambda folder: [],
+        "parse": lambda text, question: text,
+        "score": lambda parsed, question: 0.0,
+        "max_new_tokens": 6,
+    }
+    pictures = [
+        Question(str(n), question_messages([row["picture"]], row["question"]), ())
+        for n, row in enumerate(data[1])
+    ]
+    words = [
+        Question(str(n), question_messages([], row["question"]), (), choices=CHOICES)
+        for n, row in enumerate(data[1])
+    ]
+    asker, store = Asker(lm.model, lm.processor, batch_size=5), ReplyStore(tmp_path)
+    answered = asker.ask(Task(name="pictures", **settings), pictures, store).replies
+    samples = samples_of(lm, data, "toy_pictures", apply_chat_template=True)
+    assert [reply.text for reply in answered] == [resp[0][0] for resp in responses(samples)]
+    chosen = asker.ask(Task(name="words", **settings, mode="choose"), words, store).replies
+    samples = samples_of(lm, data, "toy_choice", apply_chat_template=True)
+    for reply, sample in zip(chosen, samples, strict=True):
+        sums = [total for total, _ in reply.log_likelihoods]
+        assert sums == [resp[0][0] for resp in sample["resps"]]
 
 
 def test_perplexity_of_whole_texts(lm, data, monkeypatch):

@@ -119,11 +119,11 @@ def test_answers_about_pictures(model_folder, data, simple, batch_size):
 
 def test_log_likelihoods_of_choices_about_pictures(model_folder, data):
     model = ConceptMoEVLSimple(str(model_folder), device="cpu")
-    samples = samples_of(model, data, "lmms_choice")
     conversations = [question_messages([row["picture"]], row["question"]) for row in data[1]]
     expected = log_likelihoods(
         model.model, model.processor, [(c, choice) for c in conversations for choice in CHOICES]
     )
+    samples = samples_of(model, data, "lmms_choice")  # takes the model's weights away at its end
     found = [tuple(resp[0]) for sample in samples for resp in sample["resps"]]
     assert found == [(-score.sum, score.is_greedy) for score in expected]
     sums = [score.sum for score in expected]
