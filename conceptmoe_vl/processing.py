@@ -175,6 +175,16 @@ class ConceptMoEVLProcessor(ProcessorMixin):
         """Ids of text in which nothing has a special meaning, as answers are tokenised."""
         return list(self._prompts().stretch_ids(text))
 
+    def count_tokens(self, messages: Any, image_tokens: Sequence[int]) -> int:
+        """Tokens of the prompt that these messages become, without looking at a picture.
+
+        Args:
+            messages: as in `encode`; the last turn is the user's.
+            image_tokens: tokens of each picture, in reading order.
+        """
+        turns = read_messages(messages, add_generation_prompt=True)
+        return len(self._prompts().build(turns, image_tokens, add_generation_prompt=True)[0])
+
     def _process(self, picture: Picture) -> ProcessedImage:
         if picture.image is None:
             raise MessageError(

@@ -2,6 +2,8 @@
 
 python -m eval compare A B [C ...]: which differences between evaluations are real.
 python -m eval chunks --model DIR --tasks NAMES: what the chunking does on their prompts.
+python -m eval long: needles in long prompts, by length and depth.
+python -m eval perplexity: the loss over position on long documents.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import sys
 
 import conceptmoe_vl_runtime
+from eval.long_context.arguments import long_parser, perplexity_parser
 
 # torch is imported within the functions, after conceptmoe_vl_runtime.setup().
 
@@ -79,12 +82,25 @@ def _compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _long_context(command: str, words: list[str]) -> int:
+    parser = long_parser() if command == "long" else perplexity_parser()
+    arguments = parser.parse_args(words)
+    conceptmoe_vl_runtime.setup()
+    from conceptmoe_vl.cli import run_program
+    from eval.long_context.command import ask_long, measure_perplexity
+
+    program = ask_long if command == "long" else measure_perplexity
+    return run_program(lambda: program(arguments))
+
+
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["chunks"]:
         from eval.chunks.command import main as chunks
 
         return chunks(words[1:])
+    if words[:1] in (["long"], ["perplexity"]):
+        return _long_context(words[0], words[1:])
     compares = words[:1] == ["compare"]
     arguments = _compare_parser().parse_args(words[1:]) if compares else _parser().parse_args(words)
     conceptmoe_vl_runtime.setup()

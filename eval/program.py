@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,17 @@ def default_output(model: Path) -> Path:
     return Path("eval_results") / model.name
 
 
-def evaluate_tasks(arguments: argparse.Namespace) -> None:
+def evaluate_tasks(
+    arguments: argparse.Namespace,
+    make_tasks: Callable[[Any], Sequence[Task]] | None = None,
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Evaluates every task that the arguments name, in all processes of the launcher.
+
+    Args:
+        make_tasks: gives the tasks that depend on the model's processor, instead of
+            `arguments.tasks`. Their questions are loaded task by task.
+        finish: called at the end with the folder of the results, in the process that writes them.
 
     Raises:
         UserError: an argument, the data or the model cannot be used, or a question not be asked.
@@ -61,7 +70,7 @@ def evaluate_tasks(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
     with joined() as world:
         # What can be refused without the seconds that a model takes to load is refused first.
-        tasks = get_tasks(arguments.tasks)
+        tasks = [] if make_tasks else get_tasks(arguments.tasks)
         check_model_folder(arguments.model)
         questions = {task.name: _questions(task, arguments) for task in tasks}
         model, processor = load_pretrained(arguments.model, world.device(arguments.device))
@@ -70,8 +79,10 @@ def evaluate_tasks(arguments: argparse.Namespace) -> None:
         identity = _identity(model, arguments, world)
         asker = Asker(model, processor, arguments.batch_size, arguments.compression)
         run = _Run(arguments, world, asker, Path(output), identity)
-        for task in tasks:
-            _evaluate_task(task, questions[task.name], run)
+        for task in make_tasks(processor) if make_tasks else tasks:
+            _evaluate_task(task, questions.get(task.name) or _questions(task, arguments), run)
+        if world.is_main:
+            finish(run.output)
 
 
 def _questions(task: Task, arguments: argparse.Namespace) -> Sequence[Question]:

@@ -81,10 +81,11 @@ def estimate(samples: Sequence[Any], metrics: Metrics) -> dict[str, Figure]:
     figures = {}
     for name, value in values.items():
         interval = _percentiles([row.get(name) for row in drawn])
-        if _is_share(samples, metrics, name):
+        counted = _counted_clusters(samples, groups, metrics, name)
+        if counted:
             flat = interval is None or interval[0] == interval[1]
             if len(groups) == len(samples) or flat:
-                interval = wilson_interval(value * len(groups), len(groups))
+                interval = wilson_interval(value * counted, counted)
         figures[name] = Figure(_finite(value), interval)
     return figures
 
@@ -140,12 +141,16 @@ def _percentiles(drawn: Sequence[float | None]) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def _is_share(samples: Sequence[Scored], metrics: Metrics, name: str) -> bool:
-    """Whether the figure is a plain mean of scores that are 0 or 1."""
+def _counted_clusters(
+    samples: Sequence[Scored], groups: list[list[int]], metrics: Metrics, name: str
+) -> int:
+    """Clusters that a plain mean of scores 0 and 1 counts; 0 if the figure is another one."""
     if not isinstance(metrics, RatioOfSums) or metrics.transform is not None:
-        return False
+        return 0
     parts = [metrics.parts(sample)[name] for sample in samples]
-    return all(bottom == 1.0 and top in (0.0, 1.0) for top, bottom in parts)
+    if not all(bottom in (0.0, 1.0) and top in (0.0, bottom) for top, bottom in parts):
+        return 0
+    return sum(any(parts[i][1] for i in group) for group in groups)
 
 
 def _cluster_sums(

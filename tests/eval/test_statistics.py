@@ -36,6 +36,22 @@ def test_shares_have_wilsons_interval():
     assert figure.interval == wilson_interval(15, 20)
 
 
+def test_a_share_over_part_of_the_samples_has_wilsons_interval():
+    """As the controls of a task, which enter one figure alone."""
+    samples = scored([1.0] * 6 + [0.0] * 4)
+    counted = {sample.question.key for sample in samples[2:]}
+
+    def parts(sample):
+        inside = float(sample.question.key in counted)
+        return {"share": (sample.score * inside, inside), "none": (0.0, 0.0)}
+
+    figures = estimate(samples, RatioOfSums(parts))
+    assert figures["share"].value == 0.5
+    assert figures["share"].interval == wilson_interval(4, 8)
+    assert figures["none"].value is None
+    assert figures["none"].interval is None
+
+
 @pytest.mark.parametrize("metrics", [mean_score, plain_mean])
 def test_other_means_have_the_interval_of_the_normal_distribution_for_many_samples(metrics):
     values = np.random.default_rng(1).beta(2, 3, size=400)

@@ -1,0 +1,124 @@
+"""What is hidden in the haystack, how it is found in an answer, and what the answer scores.
+
+Only the key counts, never the wording around it, and everything key-shaped counts: what an answer
+names beside the wanted keys is wrong and takes a right one away. So an answer that repeats the
+prompt, or that lists all candidates, scores 0 (`score`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from eval.long_context.words import ADJECTIVES, NOUNS
+
+_CONSONANTS, _VOWELS = "BDGKMNPRSTVZ", "AEIOU"
+
+# How keys of each shape are found. A number of four digits or more is key-shaped whatever its
+# length, so that a key within a longer run of digits is no key; shorter ones number a list.
+_FOUND = {
+    "number": re.compile(r"\d{4,}"),
+    "code": re.compile(r"[0-9a-f]{4,}(?:-[0-9a-f]{2,})+", re.I),
+    "coded word": re.compile(rf"\b(?:[{_CONSONANTS}][{_VOWELS}]){{3}}\b", re.I),
+    "name": re.compile(rf"\b(?:{'|'.join(ADJECTIVES)})-(?:{'|'.join(NOUNS)})\b", re.I),
+    "sequence": re.compile(r"\d+"),
+}
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")  # 1,234,567
+_SEPARATOR = ", "
+_ROOM = 200  # characters an answer may have beside its keys
+
+
+def random_number(rng: random.Random, digits: int = 7) -> str:
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def random_code(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def random_coded_word(rng: random.Random) -> str:
+    """Six capitals that can be spoken, `ZUPOKA`; there are 216,000."""
+    return "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))
+
+
+def random_name(rng: random.Random) -> str:
+    """`amber-anchor`; there are more than 15,000."""
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+MAKERS: dict[str, Callable[[random.Random], str]] = {
+    "number": random_number,
+    "code": random_code,
+    "coded word": random_coded_word,
+    "name": random_name,
+}
+
+
+def draw_keys(
+    rng: random.Random,
+    shape: str | Callable[[random.Random], str],
+    count: int,
+    absent: Container[str] = "",
+) -> list[str]:
+    """Keys that differ from each other.
+
+    Args:
+        shape: a name of `MAKERS`, or a function that makes one.
+        absent: a text, or any container, in which none of them may be.
+    """
+    make = MAKERS[shape] if isinstance(shape, str) else shape
+    found: dict[str, None] = {}
+    while len(found) < count:
+        key = make(rng)
+        if key not in absent:
+            found[key] = None
+    return list(found)
+
+
+def read_keys(text: str, shape: str) -> list[str]:
+    """The keys that an answer names: each once, in the order of their first places. Of a sequence
+    all numbers in their order."""
+    if shape == "number":
+        text = _THOUSANDS.sub("", text)
+    found = [match.lower() for match in _FOUND[shape].findall(text)]
+    return found if shape == "sequence" else list(dict.fromkeys(found))
+
+
+def parse(text: str, details: Any) -> str:
+    """The named keys, joined by commas; "" where there are none, or where the answer is longer than
+    its keys by more than half of them and 200 characters: that is no answer but a recital."""
+    wanted = _SEPARATOR.join(details["wanted"])
+    if len(text) > 1.5 * len(wanted) + _ROOM:
+        return ""
+    return _SEPARATOR.join(read_keys(text, details["shape"]))
+
+
+def score(parsed: str, details: Any) -> float:
+    """Right keys less wrong ones as a share of the wanted, at least 0; of a sequence 1 if it is the
+    wanted one, else 0."""
+    return sum(credits(parsed, details)) / len(details["wanted"])
+
+
+def credits(parsed: str, details: Any) -> list[float]:
+    """What each wanted key earns; their mean is the score.
+
+    Every wrong key takes one right key away, in equal parts from all that are right.
+    """
+    wanted = [key.lower() for key in details["wanted"]]
+    named = parsed.split(_SEPARATOR) if parsed else []
+    if details["shape"] == "sequence":
+        return [float(named == wanted)] * len(wanted)
+    right = set(wanted) & set(named)
+    wrong = set(named) - right
+    share = max(0, len(right) - len(wrong)) / len(right) if right else 0.0
+    return [share if key in right else 0.0 for key in wanted]
+
+
+def listed(items: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
