@@ -267,7 +267,7 @@ def test_models_without_pictures():
         ("niah_singel", 3000, "the nearest is 'niah_single'"),
         ("niah_single", 64, "long/niah_single@64: 64 tokens are too few"),
         ("common_words", 300, "hold about"),
-        ("frequent_words", 150, "hold about"),
+        ("frequent_words", 150, "long/frequent_words@150: 150 tokens are too few"),
         ("mm_count_image", 256, "long/mm_count_image@256: 256 tokens are too few"),
     ],
 )
