@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.training import World
+from conceptmoe_vl.training.run_files import read_manifest
+from conceptmoe_vl.training.saved_state import read_state
 from tests.training.worker import run
 
 pytest.importorskip("deepspeed")
@@ -28,10 +30,19 @@ ENDS_FIRST = [[2, 0], [2, 1]]  # of step 3 rank 0 has nothing
 ONE_OF_FOUR = [[0, 1], [0, 2], [0, 3], *([1, number] for number in range(4))]
 # Held-out documents that there are not: rank 1 has one batch to rank 0's two, or none at all.
 UNEVEN = ([[1, 2], [1, 3]], [[0, 2], [0, 3], [1, 2], [1, 3]])
-TIMEOUT = 400  # seconds: only a hang takes so long
+OFFLOADED = {stage: f"configs/deepspeed/zero{stage}_offload.json" for stage in (1, 2, 3)}
+LOW = {"precision": "bfloat16", "auxiliary": False, "accumulation": 2, "steps": 4}
+TIMEOUT = 900  # seconds: only a hang takes so long
+
+
+def zero_section(path: str) -> dict:
+    return json.loads((ROOT / path).read_text())["zero_optimization"]
+
 
 _RESUMABLE = {"noise": "bernoulli", "accumulation": 2}
 SPECS = [
+    # First, and stage 3 last: it replaces `linear` in the whole process, for good.
+    *[{"name": f"low-{stage}", "stage": stage, "checkpoint_every": 4, **LOW} for stage in STAGES],
     *[{"name": f"images-{stage}", "stage": stage, "export": True} for stage in STAGES],
     *[{"name": f"mixed-{stage}", "stage": stage, "images": "first_half"} for stage in STAGES],
     *[
@@ -49,6 +60,14 @@ SPECS = [
         for stage in STAGES
     ],
     {"name": "unusable", "stage": 2, "unusable": [1], "steps": 2},
+    *[
+        {"name": f"idle-{stage}", "stage": stage, "experts": 64, "images": "first_half"}
+        for stage in (2, 3)
+    ],
+    *[
+        {"name": f"offloaded-{stage}", "zero": zero_section(path), "export": True}
+        for stage, path in OFFLOADED.items()
+    ],
     {"name": "accumulated", "stage": 2, "accumulation": 2, "auxiliary": False},
     {"name": "poisoned-2", "stage": 2, "poisoned": [[1, 3]], "steps": 4},
     *[
@@ -149,6 +168,47 @@ def test_text_on_one_rank_and_images_on_the_other(two, tmp_path, stage):
     last = rank_1[f"mixed-{stage}"]["metrics"][-1]
     assert last["lm_loss_text"] == pytest.approx(expected[-1]["lm_loss_text"], rel=2e-5)
     assert last["lm_loss_image"] == pytest.approx(expected[-1]["lm_loss_image"], rel=2e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_keeps_weights_moments_and_gradients_in_float32(two, tmp_path, stage):
+    """Four micro-batches that compute the same on one process and on two: their gradients' sum
+    would differ by some 1e-3 if it were kept or exchanged in bfloat16.
+    """
+    out, (rank_0, _) = two
+    expected = reference(tmp_path, **{**LOW, "accumulation": 4})
+    found = rank_0[f"low-{stage}"]["metrics"]
+    if stage < 3:
+        assert_same(found, expected)
+    else:  # its `linear` rounds elsewhere than torch's
+        assert_same(found, expected, ("loss", "lm_loss"), rel=5e-3)
+        assert_same(found, expected, ("grad_norm",), rel=5e-2)
+    path = out / f"low-{stage}" / "checkpoints" / "step-4"
+    saved = read_state(path / "engine", read_manifest(path))
+    for tensor in saved.trained.values():
+        assert {p.dtype for each in tensor.pieces.values() for p in each} == {torch.float32}
+        assert tensor.pieces.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_without_a_token_on_a_rank(two, tmp_path, stage):
+    """64 experts, some 40 tokens a rank with two each: many are idle on one rank alone."""
+    expected = reference(tmp_path, experts=64, images="first_half")
+    for results in two[1]:
+        assert_same(results[f"idle-{stage}"]["metrics"], expected)
+
+
+@pytest.mark.parametrize("stage", OFFLOADED)
+def test_offloading_changes_nothing(two, stage):
+    """The files of configs/deepspeed, on CPUs: all paths but the copies between devices."""
+    out, (rank_0, _) = two
+    assert_same(rank_0[f"offloaded-{stage}"]["metrics"], rank_0[f"images-{stage}"]["metrics"])
+    found, expected = (
+        load_file(out / f"{name}-{stage}" / "model" / "model.safetensors")
+        for name in ("offloaded", "images")
+    )
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 _COUNTED = ("loss", "lm_loss", "ratio_loss", "balance_loss", "router_z_loss", "grad_norm")
