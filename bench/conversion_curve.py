@@ -32,6 +32,8 @@ def draw(out: Path, figures: dict[str, Any], path: Path) -> None:
         (_CONTROL, "tab:green", "the source, trained on the same tokens"),
     ):
         train = read_lines(out / "runs" / name / "metrics.jsonl")
+        if not train:  # a control that was left out
+            continue
         tokens = {line["step"]: line["tokens"] / 1000 for line in train}
         held_out = read_lines(out / "runs" / name / "evaluation.jsonl")
         x = [0.0, *(tokens[line["step"]] for line in held_out)]

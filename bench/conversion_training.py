@@ -5,7 +5,7 @@
 
 Everything lies in `--out`; what is there already is not made again. The steps are those of
 docs/conversion.md: the pretrained model as safetensors, `conceptmoe-vl convert` and `calibrate`,
-the table of the untrained model, `train.py` with configs/smollm2.yaml (one long run at R = 1.5, the
+the table of the untrained model, `train.py` with bench/smollm2.yaml (one long run at R = 1.5, the
 source itself on the same tokens, shorter pairs), held-out log-perplexity of each, and the curve.
 """
 
@@ -47,7 +47,7 @@ from conceptmoe_vl.training.run_files import read_lines, write_json
 from data_pipelines.config import DataConfig
 from data_pipelines.stream import build_stream
 
-_CONFIG = Path("configs/smollm2.yaml")
+_CONFIG = Path("bench/smollm2.yaml")
 _SETTINGS = ConversionSettings(
     encoder_layers=4, decoder_layers=4, experts=2, experts_per_token=1, ratio=1.5
 )
@@ -116,7 +116,8 @@ def make_source(folder: Path) -> None:
     file = next(Path(package.origin).parent.rglob("*.gguf"))
     read = {"gguf_file": file.name, "local_files_only": True}
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **read)
-    loaded.config.quantization_config = None
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(loaded.config)  # one that knows no quantisation
     model.load_state_dict(loaded.state_dict(), assign=True)

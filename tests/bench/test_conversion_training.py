@@ -88,7 +88,7 @@ def test_held_out_texts_are_of_other_articles(tmp_path):
 def test_every_run_is_a_configuration_that_train_takes(tmp_path):
     names = []
     for run in conversion_training.runs(80, 30):
-        config = load_run_config("configs/smollm2.yaml", run.overrides(tmp_path))
+        config = load_run_config("bench/smollm2.yaml", run.overrides(tmp_path))
         DataConfig.from_mapping(config.data)
         chunk = ChunkConfig(**config.model.chunk)
         assert {name: getattr(chunk, name) for name in run.chunk} == run.chunk
