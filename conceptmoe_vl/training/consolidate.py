@@ -49,11 +49,6 @@ def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -
     if damage is not None:
         raise UserError(damage)
     run, processor = _run_of(checkpoint)
-    if run.training.lora.rank:
-        raise UserError(
-            f"{checkpoint} has adapters (training.lora), which this does not merge; the run's own "
-            f"command does, with training.max_steps={step_of(checkpoint)}"
-        )
     config, generation = model_config(run.model, processor), run.model.generation
     saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
     write_model(saved, config, out, processor, generation, max_shard_bytes)
@@ -68,6 +63,11 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
                 "RUN/checkpoints/step-N"
             )
     run = load_run_config(folder / "config.yaml")
+    if run.training.lora.rank:
+        raise UserError(
+            f"{checkpoint} has adapters (training.lora), which this does not merge; the run's own "
+            f"command does, with training.max_steps={step_of(checkpoint)}"
+        )
     if run.model.init_from is not None and not Path(run.model.init_from).is_dir():
         raise UserError(
             f"the run's model.init_from is {run.model.init_from}, which is no folder here; its "

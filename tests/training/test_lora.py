@@ -180,6 +180,6 @@ def test_consolidation_of_adapters_says_how_to_get_the_model(tmp_path):
     model = ModelSection(init_from=str(tmp_path / "base"))
     run = RunConfig(str(tmp_path / "run"), model, {"shards": "x.tar"}, trainer.config)
     run.save(tmp_path / "run/config.yaml")
-    with pytest.raises(UserError, match=r"holds adapters .*the run merges when it ends"):
+    with pytest.raises(UserError, match=r"has adapters .*with training.max_steps=1"):
         consolidate(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
