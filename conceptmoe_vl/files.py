@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ _BLOCK = 1 << 22
 def written_whole(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes that name when the block has ended well.
 
-    After an error nothing is left of it, and what stood under `path` stands there still.
+    After an error nothing is left of it, and what stood under `path` stands there still. Two that
+    write at once do not meet: the one that ends last stands there, whole.
     """
-    beside = path.with_name(f".{path.name}.tmp")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield beside
         beside.replace(path)

@@ -231,8 +231,25 @@ def _packed_states(
 def _score_choices(
     model: Any, groups: Sequence[Continuations], compression: float | None
 ) -> dict[int, LogLikelihood]:
-    """Prompts with several continuations: the first tokens from the prompts' last states, the
-    others from calls that go on behind copies of the prompts' caches.
+    """Prompts with several continuations. Equal ones are computed once: as rows of one product they
+    would differ in their last bits, and the report would count no tie.
+    """
+    equal_to: dict[int, int] = {}
+    different: list[Continuations] = []
+    for group in groups:
+        first_of: dict[tuple[int, ...], int] = {}
+        for number, ids in zip(group.numbers, group.ids, strict=True):
+            equal_to[number] = first_of.setdefault(ids, number)
+        different.append(Continuations(group.prompt, list(first_of), list(first_of.values())))
+    found = _score_different(model, different, compression)
+    return {number: found[first] for number, first in equal_to.items()}
+
+
+def _score_different(
+    model: Any, groups: Sequence[Continuations], compression: float | None
+) -> dict[int, LogLikelihood]:
+    """The first tokens of continuations come from the prompts' last states, the others from calls
+    that go on behind copies of the prompts' caches.
     """
     pieces = _Pieces(model)
     longer = [

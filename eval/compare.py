@@ -9,6 +9,7 @@ that the tables show, is below 0.05: then the chance that any of them is called 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,6 +131,7 @@ def _read(folder: Path, run: str) -> TaskRun:
                 f"'{folder}' counts {results['count']} questions and has {len(task_run.rows)}; "
                 "evaluate again"
             )
+        _check_scores(task_run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise
@@ -137,6 +139,28 @@ def _read(folder: Path, run: str) -> TaskRun:
             f"'{folder}' cannot be read as results of python -m eval ({error!r}); evaluate again"
         ) from error
     return task_run
+
+
+def _check_scores(task_run: TaskRun) -> None:
+    """A line that was changed, or scored by another version, must not decide unseen.
+
+    Raises:
+        UserError: the scores do not give the headline figure of results.json.
+        TypeError, ValueError: a line holds other kinds of values.
+    """
+    for key, sample in task_run.samples.items():
+        if isinstance(sample.score, bool) or not isinstance(sample.score, (int, float)):
+            raise TypeError(f"the score of '{key}' is {sample.score!r}")
+    name, figure = next(iter(task_run.results["figures"].items()))
+    found = _finite(_metrics(task_run)(list(task_run.samples.values())).get(name))
+    written = figure["value"]
+    if found != written and (
+        found is None or written is None or not math.isclose(found, written, rel_tol=1e-9)
+    ):
+        raise UserError(
+            f"'{task_run.folder}': samples.jsonl gives {name} {found}, results.json says "
+            f"{written}; evaluate again (what was asked is kept)"
+        )
 
 
 def check_same_questions(first: TaskRun, other: TaskRun) -> list[str]:
@@ -164,10 +188,18 @@ def check_same_questions(first: TaskRun, other: TaskRun) -> list[str]:
             f"{where}: {len(other_keys)} questions are asked or scored otherwise: "
             f"{_named(other_keys)}; evaluate both on the same data"
         )
-    checksums = {task_run.results["settings"]["data_checksum"] for task_run in (first, other)}
-    if len(checksums) == 1:
-        return []
-    return [f"{where}: the questions read the same, but images, prompts or answer limits differ"]
+    settings = [task_run.results["settings"] for task_run in (first, other)]
+    notes = []
+    if settings[0]["data_checksum"] != settings[1]["data_checksum"]:
+        notes.append(
+            f"{where}: the questions read the same, but images, prompts or answer limits differ"
+        )
+    if settings[0].get("scoring") != settings[1].get("scoring"):
+        notes.append(
+            f"{where}: answers are read or scored in different ways (settings.scoring), by another "
+            "parse or metric, or another version of the code"
+        )
+    return notes
 
 
 def _named(keys: Sequence[str]) -> str:
@@ -198,14 +230,15 @@ def _compare(first: TaskRun, other: TaskRun) -> Iterator[Comparison]:
     metrics = _metrics(first)
     samples = [[to_scored(task_run.rows[key]) for key in first.rows] for task_run in (first, other)]
     kinds = sorted({sample.question.kind for sample in samples[0]})
-    for group in ["all", *(kinds if len(kinds) > 1 else [])]:
+    for kind in [None, *(kinds if len(kinds) > 1 else [])]:
         chosen = [
-            [sample for sample in side if group == "all" or sample.question.kind == group]
+            [sample for sample in side if kind is None or sample.question.kind == kind]
             for side in samples
         ]
+        group = "all" if kind is None else kind
         differences = paired(chosen[0], chosen[1], metrics)
         values = [metrics(side) for side in chosen]
-        names = list(differences) if group == "all" else list(differences)[:1]
+        names = list(differences) if kind is None else list(differences)[:1]
         for name in names:
             difference = differences[name]
             a, b = (_finite(side.get(name)) for side in values)
@@ -264,13 +297,15 @@ def _print(
 
 
 def _cells(line: Comparison) -> list[str]:
+    # A small difference of perplexities is no share of anything.
+    is_share = all(value is None or abs(value) <= 1 for value in (line.first, line.second))
     return [
         line.group or "-",
         line.figure.replace("_", " "),
         str(line.count),
         format_figure(line.first, None)[0],
         format_figure(line.second, None)[0],
-        *format_figure(line.difference, line.interval_95),
+        *format_figure(line.difference, line.interval_95, is_share),
         "-" if line.p_holm is None else f"{line.p_holm:.4f}",
         "real" if line.real else "",
     ]

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import glob
 import json
+import os
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,8 @@ class Description:
         else:
             require_choice("task", "parse", self.parse, tuple(PARSERS))
         require(self.max_new_tokens > 0, f"task.max_new_tokens is {self.max_new_tokens}; give 1")
+        for name in ("choices", "images", "stop"):
+            _texts(getattr(self, name) or [], f"task.{name}")
         needs_choices = self.mode == "choose" or self.parse == "letter"
         require(
             bool(self.choices) or not needs_choices,
@@ -128,6 +131,8 @@ class Description:
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Description)}
 _ROW_FIELDS = ("images", "references", "kind", "key", "cluster")
+_CHOICES = "{choices}"
+_TAKEN = frozenset({"", ".", "..", "replies"})  # names that are no folders of results
 
 
 def read_task(path: Path) -> Task:
@@ -143,9 +148,13 @@ def read_task(path: Path) -> Task:
         require("data" in values, "task.data is missing; name a JSONL file or shards")
         description = Description(**values)
         description.check()
+        name = description.name or path.stem
+        require(
+            Path(name).name == name and name not in _TAKEN,
+            f"task.name is {name!r}; give one that can be the results' folder in --output",
+        )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    name = description.name or path.stem
     return Task(
         name=name,
         description=description.description or name,
@@ -155,14 +164,27 @@ def read_task(path: Path) -> Task:
         score=_scorer(description),
         max_new_tokens=description.max_new_tokens,
         mode=description.mode,  # type: ignore[arg-type]
-        stop=tuple(_as_list(description.stop)),
+        stop=tuple(_texts(description.stop, "task.stop")),
         metrics=mean_perplexity if description.mode == "perplexity" else mean_score,
         official_size=description.official_size,
+        scoring={"parse": description.parse, "metric": description.metric},
     )
 
 
 def _as_list(value: Any) -> list:
-    return [value] if isinstance(value, (str, int, float)) else list(value)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    """A text or number, or a list of them, as texts.
+
+    Raises:
+        UserError: it is anything else, such as null, or the true that an unquoted yes is in YAML.
+    """
+    for item in _as_list(value):
+        if isinstance(item, bool) or not isinstance(item, (str, int, float)):
+            raise UserError(f"{where} holds {item!r}; give texts, yes and no in quotes")
+    return [str(item) for item in _as_list(value)]
 
 
 def _parser(description: Description) -> Callable[[str, Question], str]:
@@ -193,11 +215,15 @@ def load_described(description: Description, data: Path) -> list[Question]:
     """
     if description.is_shards:
         return _of_shards(description, data)
-    paths = sorted(Path(name) for name in glob.glob(str(data), recursive=True))
+    # A file is taken as it is called: brackets in its path are no pattern.
+    found = [str(data)] if data.is_file() else glob.glob(str(data), recursive=True)
+    paths = sorted(map(Path, found))
     if not paths:
         raise UserError(f"there is no file '{data}'; name the rows with data or --data")
+    # Questions have the same names wherever the folder lies, so that their runs can be compared.
+    root = Path(os.path.commonpath([path.parent for path in paths]))
     return [
-        _question(description, row, f"{path}:{number}", path)
+        _question(description, row, path, f"{path.relative_to(root).as_posix()}:{number}", number)
         for path in paths
         for number, row in _rows(path)
     ]
@@ -214,7 +240,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+            if "\\ud" in line.lower():  # half a character, which no tokenizer takes
+                json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number} is no JSON ({error}); mend the line") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number} is no JSON object; give {{field: value}}")
@@ -229,29 +257,55 @@ def _field(row: dict[str, Any], name: str, where: str) -> Any:
     return row[name]
 
 
-def _question(description: Description, row: dict[str, Any], where: str, path: Path) -> Question:
-    choices = description.choices
-    if isinstance(choices, str):
-        choices = _field(row, choices, where)
-    choices = [str(choice) for choice in _as_list(choices or ())]
-    answers = _as_list(_field(row, description.references, where))
+def _question(
+    description: Description, row: dict[str, Any], path: Path, key: str, number: int
+) -> Question:
+    where = f"{path}:{number}"
+
+    def texts(field: str) -> list[str]:
+        return _texts(_field(row, field, where), f"'{field}' of {where}")
+
+    choices = _choices(description, texts)
+    texts(description.references)
+    answers = _as_list(row[description.references])
+    if not answers:
+        raise UserError(f"'{description.references}' of {where} is empty; give the right answer")
     details = {}
     if description.cluster:
         details["cluster"] = _field(row, description.cluster, where)
-    fields = {**row, "choices": _lettered(choices)}
     images = [
-        {"type": "image", "image": path.parent / str(name)}
-        for field in _as_list(description.images)
-        for name in _as_list(_field(row, field, where))
+        {"type": "image", "image": path.parent / name}
+        for field in _texts(description.images, "task.images")
+        for name in (texts(field) if _field(row, field, where) is not None else ())
     ]
+    fields = _with_choices(row, choices, description, where)
     return Question(
-        key=str(_field(row, description.key, where)) if description.key else where,
+        key=str(_field(row, description.key, where)) if description.key else key,
         messages=_messages(description, fields, images, where),
         references=[_reference(description, answer, choices, where) for answer in answers],
         kind=str(_field(row, description.kind, where)) if description.kind else "",
         choices=choices,
         details=details,
     )
+
+
+def _choices(description: Description, texts: Callable[[str], list[str]]) -> list[str]:
+    """The choices of a row: its field, or those that the description lists for all rows."""
+    if isinstance(description.choices, str):
+        return texts(description.choices)
+    return _texts(description.choices or [], "task.choices")
+
+
+def _with_choices(
+    fields: dict[str, Any], choices: list[str], description: Description, where: str
+) -> dict[str, Any]:
+    """The fields of a template, `choices` with letters among them if there are any."""
+    if description.choices is None:
+        return fields
+    shown = _CHOICES in f"{description.prompt}{description.system}"
+    if len(choices) > len(LETTERS) and (shown or description.parse == "letter"):
+        raise UserError(f"{where} has {len(choices)} choices; letters name {len(LETTERS)} at most")
+    return {**fields, "choices": _lettered(choices)}
 
 
 def _messages(
@@ -272,10 +326,14 @@ def _fill(template: str, fields: dict[str, Any], where: str) -> str:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(f"the prompt {template!r} is no template ({error})") from error
-    filled = [
-        text if name is None else text + str(_field(fields, name, where))
-        for text, name, _, _ in pieces
-    ]
+    filled = []
+    for text, name, format_, conversion in pieces:
+        if format_ or conversion:
+            raise UserError(
+                f"the prompt {template!r} formats '{name}'; fields stand as {{{name}}}, a brace as "
+                "{{"
+            )
+        filled += [text, "" if name is None else str(_field(fields, name, where))]
     return "".join(filled)
 
 
@@ -292,6 +350,11 @@ def _reference(description: Description, answer: Any, choices: list[str], where:
     letters = LETTERS[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         number = answer
+        if str(answer) in choices and choices[number] != str(answer):
+            raise UserError(
+                f"{where}: the right answer {answer} is a choice's number and another one's text; "
+                "give its letter, or its text in quotes"
+            )
     elif str(answer) in choices:
         number = choices.index(str(answer))
     elif isinstance(answer, str) and len(answer) == 1 and answer in letters:
@@ -308,7 +371,7 @@ def _of_shards(description: Description, data: Path) -> list[Question]:
     split, star, rest = data.name.partition("-*")
     if not star or rest != ".tar":
         raise UserError(f"data is '{data}'; name shards as FOLDER/SPLIT-*.tar")
-    choices = [str(choice) for choice in _as_list(description.choices or ())]
+    choices = _texts(description.choices or [], "task.choices")
     questions = load_questions(data.parent, split, lambda references: "", "SOURCE")
     return [_asked_otherwise(question, description, choices) for question in questions]
 
@@ -316,8 +379,8 @@ def _of_shards(description: Description, data: Path) -> list[Question]:
 def _asked_otherwise(question: Question, description: Description, choices: list[str]) -> Question:
     """A shard's question with the description's prompt, system turn and choices."""
     *before, last = question.messages
-    fields = {"question": question.text, "choices": _lettered(choices)}
     where = f"record '{question.key}'"
+    fields = _with_choices({"question": question.text}, choices, description, where)
     images = [part for part in last["content"] if part["type"] == "image"]
     messages = _messages(description, fields, images, where) if description.prompt else [last]
     if description.prompt is None and description.system is not None:

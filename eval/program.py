@@ -167,6 +167,10 @@ def _settings(
         "limit": run.arguments.limit,
         "max_new_tokens": task.max_new_tokens,
         "stop": list(task.stop),
+        "scoring": {
+            "code_checksum": folder_checksum(Path(__file__).parent, "**/*.py"),
+            **task.scoring,
+        },
         **run.identity,
     }
 

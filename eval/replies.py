@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,49 @@ def folder_checksum(folder: Path, pattern: str = "*") -> str:
     return checksum({name: sha256_of(path) for name, path in names.items()})
 
 
-def question_key(task: Task, question: Question) -> str:
+class ImageChecksums:
+    """Checksums of images, those of the latest ones kept: questions about one image are neighbours.
+
+    A path is known again by what the file system says of it; a function by being equal, so that
+    functions that read one file should be. For one evaluation: the next one reads anew.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self._of_file = functools.lru_cache(most)(lambda path, *state: sha256_of(path))
+        self._of_made = functools.lru_cache(most)(lambda make: _checksum_of(make()))
+
+    def __call__(self, image: Image) -> str:
+        """Raises `OSError` or `UserError` where it cannot be read."""
+        if isinstance(image, (str, Path)):
+            state = os.stat(image)
+            return self._of_file(
+                str(image), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+            )
+        return self._of_made(image) if callable(image) else _checksum_of(image)
+
+
+def _checksum_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def question_key(
+    task: Task, question: Question, checksum_of: Callable[[Image], str] | None = None
+) -> str:
     """Checksum over all of a question that can change the reply.
+
+    Args:
+        checksum_of: of an image; an `ImageChecksums` reads those that questions share once.
 
     Raises:
         UserError: an image cannot be read; names the question.
     """
     text = question.references[:1] if task.mode == "perplexity" else []
+    checksum_of = checksum_of or ImageChecksums()
     return checksum(
         {
-            "messages": [_with_checksums(message, question) for message in question.messages],
+            "messages": [
+                _with_checksums(message, question, checksum_of) for message in question.messages
+            ],
             "choices": list(question.choices),
             "text": list(text),
             "mode": task.mode,
@@ -136,12 +170,14 @@ def question_key(task: Task, question: Question) -> str:
     )
 
 
-def _with_checksums(message: dict[str, Any], question: Question) -> dict[str, Any]:
+def _with_checksums(
+    message: dict[str, Any], question: Question, checksum_of: Callable[[Image], str]
+) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, str):
         return message
     parts = [
-        {"type": "image", "image": _image_checksum(part["image"], question)}
+        {"type": "image", "image": _image_checksum(part["image"], question, checksum_of)}
         if part["type"] == "image"
         else part
         for part in content
@@ -149,11 +185,9 @@ def _with_checksums(message: dict[str, Any], question: Question) -> dict[str, An
     return {**message, "content": parts}
 
 
-def _image_checksum(image: Image, question: Question) -> str:
+def _image_checksum(image: Image, question: Question, checksum_of: Callable[[Image], str]) -> str:
     try:
-        if isinstance(image, (str, Path)):
-            return sha256_of(image)
-        return hashlib.sha256(image() if callable(image) else image).hexdigest()
+        return checksum_of(image)
     except (OSError, UserError) as error:
         raise UserError(
             f"question '{question.key}' cannot be asked: an image cannot be read ({error}); check "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +83,8 @@ def _ratio_parts(sample: Any) -> dict[str, tuple[float, float]]:
     return {"all": (sum(tokens.values()), sum(concepts.values())), **parts}
 
 
-_RATIOS = RatioOfSums(_ratio_parts)
+# The transform keeps them from being taken for shares where every prompt is one token.
+_RATIOS = RatioOfSums(_ratio_parts, np.positive)
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -138,11 +140,18 @@ def _cells(part: dict[str, Any], names: Sequence[str]) -> list[str]:
     return cells
 
 
-def format_figure(value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """A figure and its interval; shares, and differences of shares, in percent."""
+def format_figure(
+    value: float | None, interval: Sequence[float] | None, is_share: bool | None = None
+) -> tuple[str, str]:
+    """A figure and its interval; shares, and differences of shares, in percent.
+
+    Args:
+        is_share: whether it is one; None: if it lies between -1 and 1.
+    """
     if value is None:
         return "-", "-"
-    is_share = all(-1 <= number <= 1 for number in (value, *(interval or ())))
+    if is_share is None:
+        is_share = all(-1 <= number <= 1 for number in (value, *(interval or ())))
     factor, unit = (100, " %") if is_share else (1, "")
     shown = f"{factor * value:.2f}{unit}"
     if interval is None:

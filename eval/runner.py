@@ -15,7 +15,7 @@ from torch import Tensor
 from conceptmoe_vl.asking import Answer, make_answer
 from conceptmoe_vl.continuous_batching import RequestError, generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
-from eval.replies import Reply, ReplyStore, question_key
+from eval.replies import ImageChecksums, Reply, ReplyStore, question_key
 from eval.tasks import Question, Scored, Task
 
 MODALITIES = ("image", "text")
@@ -177,10 +177,11 @@ class Asker:
         started = time.perf_counter()
         keys: list[str] = []
         asked: set[str] = set()
+        checksum_of = ImageChecksums()
 
         def unanswered() -> Iterator[tuple[str, Question]]:
             for question in questions:
-                key = question_key(task, question)
+                key = question_key(task, question, checksum_of)
                 keys.append(key)
                 # Equal questions have equal replies: each is asked once.
                 if key in asked or store.get(key) is not None:

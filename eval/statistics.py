@@ -80,7 +80,7 @@ def estimate(samples: Sequence[Any], metrics: Metrics) -> dict[str, Figure]:
     drawn = _bootstrap([samples], groups, metrics)[0]
     figures = {}
     for name, value in values.items():
-        interval = _percentiles([row.get(name) for row in drawn])
+        interval = _percentiles([row.get(name) for row in drawn], groups)
         counted = _counted_clusters(samples, groups, metrics, name)
         if counted:
             flat = interval is None or interval[0] == interval[1]
@@ -110,7 +110,7 @@ def paired(
             # Sums in another order differ in their last bits: as large is as large but for those.
             least = abs(value) * (1 - 1e-9)
             p = (1 + sum(abs(d) >= least for d in by_chance)) / (1 + len(by_chance))
-        differences[name] = Difference(value, _percentiles(drawn), p)
+        differences[name] = Difference(value, _percentiles(drawn, groups), p)
     return differences
 
 
@@ -133,7 +133,12 @@ def _minus(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a - b
 
 
-def _percentiles(drawn: Sequence[float | None]) -> tuple[float, float] | None:
+def _percentiles(
+    drawn: Sequence[float | None], groups: Sequence[list[int]]
+) -> tuple[float, float] | None:
+    """The interval; None for a single cluster, of which all resamples are equal."""
+    if len(groups) < 2:
+        return None
     kept = [value for value in map(_finite, drawn) if value is not None]
     if not kept:
         return None

@@ -60,9 +60,12 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from conceptmoe_vl.asking import check_reachable, load_pretrained
     from conceptmoe_vl.errors import UserError
+    from conceptmoe_vl.training.launch_environment import read_number
     from eval.chunks.program import make_report
     from eval.program import default_output
 
+    if read_number("WORLD_SIZE", 1) > 1:
+        raise UserError("python -m eval chunks is one process; start it without torchrun")
     for name in ("prompts", "pictures", "batch_size"):
         if getattr(arguments, name) < (name != "pictures"):
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; raise it")

@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+matplotlib.rcParams["text.parse_math"] = False  # dollars in the names of data are no formulas
 _COLOURS = {"text": "#3b6fb6", "image": "#d07a22", "all": "#555b63"}
 
 

@@ -18,6 +18,7 @@ from conceptmoe_vl.chunk_pictures import ShownPrompt, show_prompt, templates
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
+from conceptmoe_vl.training.run_files import read_lines
 from eval.chunks.statistics import Traced, summarise
 from eval.chunks.tracing import trace_questions
 from eval.program import evaluate_tasks
@@ -165,10 +166,10 @@ def drift(model: Any, measured: dict[str, dict[str, Any]], folder: Path) -> list
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """The last line of a run's metrics; nothing for a model that lies in no run."""
-    if not path.is_file():
-        return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return json.loads(lines[-1]) if lines else {}
+    try:
+        return (read_lines(path) or [{}])[-1]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _write(

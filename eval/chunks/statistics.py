@@ -72,7 +72,7 @@ def _ratio_figures(rows: list[tuple[str, float, float, float, float]]) -> dict[s
             Scored(Question(str(i), [], (), details={"cluster": row[0], "row": row}), "", 0.0)
             for i, row in enumerate(rows)
         ],
-        RatioOfSums(_parts),
+        RatioOfSums(_parts, np.positive),  # no shares, also where all are 1
     )
     ratio, confidence = figures["ratio"], figures["confidence"]
     return {

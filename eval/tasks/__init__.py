@@ -149,6 +149,7 @@ class Task:
             pure function of the samples, in any number: the bootstrap resamples them.
         official_size: questions of the official test set; another count is reported beside the
             score, as the score is then no official one.
+        scoring: JSON, for `results.json`: what parse and score were made from, if not from code.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Task:
     stop: tuple[str, ...] = ()
     metrics: Callable[[Sequence[Scored]], dict[str, float]] = mean_score
     official_size: int | None = None
+    scoring: Mapping[str, Any] = field(default_factory=dict)
 
 
 def all_tasks() -> dict[str, Task]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,6 +162,25 @@ def listed(text: str, where: str) -> list[str]:
     return [str(item) for item in checked(value, list, where)]
 
 
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads an image. Readers of one file are equal, whichever record names it.
+
+    Fields:
+        root: folder, resolved. name: of the file in it. where: the record.
+    """
+
+    root: Path
+    name: str
+    where: str = field(compare=False)
+
+    def __call__(self) -> bytes:
+        try:
+            return ImageFolder(self.root).read(self.name, "image").data
+        except (RecordError, ImageError) as error:
+            raise UserError(f"{self.where}: {error}") from error
+
+
 class Images:
     """Images of one data set by their names.
 
@@ -211,14 +231,7 @@ class Images:
         # Also a name that leads out by a link is refused when it is read.
         if not (root / name).resolve().is_relative_to(root):
             raise UserError(f"{where} names an image outside '{folder.folder}': '{name}'")
-
-        def read() -> bytes:
-            try:
-                return folder.read(name, "image").data
-            except (RecordError, ImageError) as error:
-                raise UserError(f"{where}: {error}") from error
-
-        return read
+        return ImageReader(root, name, where)
 
 
 def lettered(options: Sequence[str]) -> str:

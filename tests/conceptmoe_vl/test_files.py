@@ -34,6 +34,18 @@ def test_an_error_leaves_what_was_there(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_two_that_write_at_once_leave_one_whole_file(tmp_path):
+    path = tmp_path / "a.json"
+    with written_whole(path) as first, first.open("w") as file:
+        file.write("from the ")
+        with written_whole(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+        file.write("first")
+    assert path.read_text() == "from the first"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
 @pytest.mark.parametrize("size", [0, 1, 1 << 22, (1 << 22) + 1])
 def test_checksums(tmp_path, size):
     content = bytes(size)

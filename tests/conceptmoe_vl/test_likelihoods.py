@@ -146,6 +146,24 @@ def test_a_rendered_prompt_with_images_is_its_conversation(plain):
         log_likelihoods(model, processor, [(Rendered(text, (png(1),)), "no")])
 
 
+def test_equal_choices_are_computed_once(plain, monkeypatch):
+    """As rows of one product they differ in their last bits: then there would be no tie."""
+    rows: list[tuple[int, ...]] = []
+    go_on = likelihoods._continue
+
+    def recorded(model, cache, part, *rest):
+        rows.extend(ids for _, _, ids in part)
+        go_on(model, cache, part, *rest)
+
+    monkeypatch.setattr(likelihoods, "_continue", recorded)
+    choices = ["no circle is there", "a", "no circle is there", "the shape", "a"]
+    prompt = question_messages([], "what is there?")
+    found = log_likelihoods(*plain, [(prompt, choice) for choice in choices])
+    assert len(rows) == len(set(rows)) >= 2
+    assert (found[0], found[1]) == (found[2], found[4])
+    assert found[0] != found[3]
+
+
 def test_the_prompt_of_several_choices_is_computed_once(plain, monkeypatch):
     model, processor = plain
     seen = []

@@ -10,6 +10,7 @@ import pytest
 from conceptmoe_vl.chunk_trace import ChunkTrace, Plane
 from eval.__main__ import main
 from eval.chunks import statistics
+from eval.chunks.figures import draw_ratios
 from eval.chunks.program import spread
 from eval.chunks.statistics import Traced
 from eval.chunks.tracing import evidence_of
@@ -200,7 +201,8 @@ def test_the_program_writes_one_page(tmp_path, capsys):
     chunk = {"image_mode": "grid", "init": "random"}
     model = save_model_folder(tmp_path / "run" / "model", chunk=chunk, lively=True)
     last = {"step": 9, "ratio": 1.75, "ratio_text": 1.5, "ratio_image": None}
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+    # A run that was killed leaves half a line.
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(last) + '\n{"step": 10, "rat')
     small_set(tmp_path / "data")
     arguments = ["--model", str(model), "--tasks", "easy_vqa", "--data", str(tmp_path / "data")]
     status = main(["chunks", *arguments, "--compressions", "1", "--pictures", "2"])
@@ -225,6 +227,18 @@ def test_the_program_writes_one_page(tmp_path, capsys):
     # two prompts with one picture in three drawings, and the figures
     assert page.count("data:image/png;base64,") == 2 * 3 + 6
     assert "http" not in page.replace("Content-Security-Policy", "").replace("http-equiv", "")
+
+
+def test_names_of_data_are_no_formulas():
+    row = {"tokens": 4, "ratio": 2.0, "interval_95": [1.5, 2.5], "confidence": 0.25}
+    assert draw_ratios({"$x^$": row, r"costs $\frac$": row}, "$").startswith("data:image/png")
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = save_model_folder(tmp_path / "model")
+    assert main(["chunks", "--model", str(model), "--tasks", "easy_vqa"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eval.__main__ import main
+from eval.compare import Comparison, _cells
 from eval.replies import Reply
 from eval.report import Speed, summarise, write_results, write_samples
 from eval.runner import Sample
@@ -59,6 +60,60 @@ def test_real_differences_are_told_from_chance(tmp_path, capsys):
     assert row["score"] == {folders[0]: 0.0, folders[1]: 1.0}
     assert row["parsed"] == {folders[0]: "b", folders[1]: "a"}
     assert "2 of 3 differences are real" in capsys.readouterr().out
+
+
+def test_a_run_does_not_differ_from_itself(tmp_path, capsys):
+    scores, kinds = [i % 3 == 0 for i in range(60)], ["all", "other", ""] * 20
+    folders = [save(tmp_path / name, scores, kinds) for name in ("a", "b")]
+    assert compare(*folders, output=tmp_path / "out") == 0
+    lines = json.loads((tmp_path / "out" / "comparison.json").read_text())["comparisons"]
+    # A kind may be called "all" too.
+    assert [(line["group"], line["count"]) for line in lines] == [
+        *(("all", 60), ("", 20), ("all", 20), ("other", 20))
+    ]
+    assert {(line["difference"], line["p"], line["real"]) for line in lines} == {(0.0, 1.0, False)}
+    assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"score": 1.0}, "gives accuracy 0.5, results.json says 0.4"),
+        ({"score": "1"}, "the score of 'q1' is '1'"),
+        ({"score": None}, "the score of 'q1' is None"),
+        ({"log_likelihoods": [1]}, "cannot be read as results"),
+        ({"key": "q0"}, "counts 10 questions and has 9"),
+    ],
+)
+def test_a_line_that_was_changed_is_found(tmp_path, change, part, capsys):
+    folders = [save(tmp_path / name, [i > 5 for i in range(10)]) for name in ("a", "b")]
+    path = tmp_path / "b" / TASK.name / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1] |= change
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare(*folders) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_another_metric_is_told(tmp_path, capsys):
+    made = [("a", "exact_match"), ("b", "anls")]
+    folders = [
+        save(
+            tmp_path / name,
+            [1, 0, 1],
+            settings={"data_checksum": "same", "scoring": {"metric": metric}},
+        )
+        for name, metric in made
+    ]
+    assert compare(*folders) == 0
+    assert "scored in different ways" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_small_differences_of_large_figures_are_no_percentages():
+    line = Comparison("t", "r", "all", "perplexity", 9, 12.5, 12.25, -0.25, (-0.5, 0.125), 0.1)
+    assert _cells(line)[3:7] == ["12.50", "12.25", "-0.25", "-0.50 to 0.12"]
+    share = Comparison("t", "r", "all", "accuracy", 9, 0.5, 0.25, -0.25, (-0.5, 0.125), 0.1)
+    assert _cells(share)[5:7] == ["-25.00 %", "-50.00 to 12.50"]
 
 
 def test_several_runs_are_compared_with_the_first(tmp_path, capsys):

@@ -122,6 +122,11 @@ def test_questions_of_shards_are_asked_in_another_way(tmp_path):
         ("prompt: a\nmax_new_tokens: many\n", "its type is int"),
         ("prompt: a\nmode: choose\n", "task.choices is missing"),
         ("references: q\n", "task.prompt is missing"),
+        ("prompt: a\nchoices: [yes, no]\n", "task.choices holds True; .* yes and no in quotes"),
+        ("prompt: a\nstop: [a, null]\n", "task.stop holds None"),
+        ("prompt: a\nimages: [[a]]\n", r"task.images holds \['a'\]"),
+        ("prompt: a\nname: ../a\n", "task.name is '../a'; give one that can be the results'"),
+        ("prompt: a\nname: replies\n", "task.name is 'replies'"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, text, part):
@@ -138,6 +143,9 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, part):
         ("prompt: '{q}'\nimages: picture\n", "has no field 'picture'"),
         ("prompt: '{q}'\nmode: choose\nchoices: [x, y]\n", "answer 'you' is none of the choices"),
         ("prompt: '{q}'\ndata: other.jsonl\n", "there is no file"),
+        ("prompt: '{q} {choices}'\n", "has no field 'choices'"),
+        ("prompt: '{q!r}'\n", "formats 'q'"),
+        ("prompt: 'Answer {q: in one word}'\n", "formats 'q'"),
     ],
 )
 def test_a_mistake_in_the_rows_is_named(tmp_path, text, part):
@@ -148,7 +156,74 @@ def test_a_mistake_in_the_rows_is_named(tmp_path, text, part):
         load(path)
 
 
-@pytest.mark.parametrize(("line", "part"), [("{", "is no JSON"), ("[]", "is no JSON object")])
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"answer": None}, "'answer' of .*:1 holds None; give texts"),
+        ({"answer": []}, "'answer' of .*:1 is empty; give the right answer"),
+        ({"answer": {"text": "dog"}}, "'answer' of .*:1 holds {'text'"),
+        ({"answer": True}, "'answer' of .*:1 holds True; .*in quotes"),
+        ({"options": [1, [2]]}, r"'options' of .*:1 holds \[2\]"),
+        ({"options": list("abcdefghijklmnopqrstuvwxyzä")}, "has 27 choices; letters name 26"),
+        ({"options": [2, 3, 1], "answer": 2}, "right answer 2 is a choice's number and another"),
+        ({"image": [None]}, "'image' of .*:1 holds None"),
+    ],
+)
+def test_a_field_that_holds_something_else_is_named(tmp_path, changes, part):
+    text = "prompt: '{q} {choices}'\nchoices: options\nparse: letter\nimages: image\n"
+    with pytest.raises(UserError, match=part):
+        load(write(tmp_path, text, [ROWS[0] | changes]))
+
+
+def test_numbers_may_be_choices(tmp_path):
+    text = "prompt: '{q}'\nchoices: options\nmode: choose\n"
+    rows = [ROWS[0] | {"options": [2, 3, 1], "answer": answer} for answer in ("2", "A", 0)]
+    _, questions = load(write(tmp_path, text, rows))
+    assert [question.references for question in questions] == [["2"]] * 3
+
+
+def test_more_choices_than_letters_can_be_compared(tmp_path):
+    options = [f"option {number}" for number in range(30)]
+    text = "prompt: '{q}'\nchoices: options\nmode: choose\n"
+    _, (question,) = load(write(tmp_path, text, [ROWS[0] | {"options": options, "answer": 29}]))
+    assert question.references == ["option 29"]
+
+
+def test_characters_beyond_the_basic_plane_may_be_escaped(tmp_path):
+    _, (question,) = load(write(tmp_path, "prompt: '{q}'\n", [{"q": "a 🙂", "answer": "a"}]))
+    assert "\\ud83d" in (tmp_path / "rows.jsonl").read_text()
+    assert question.text == "a 🙂"
+
+
+def test_a_row_may_have_no_picture(tmp_path):
+    rows = [ROWS[0] | {"image": image} for image in (None, [], ["a", "b"])]
+    _, questions = load(write(tmp_path, "prompt: '{q}'\nimages: image\n", rows))
+    assert [len(question.messages[0]["content"]) for question in questions] == [1, 1, 3]
+
+
+def test_questions_have_the_same_names_wherever_their_files_lie(tmp_path, monkeypatch):
+    keys = []
+    for name in ("one", "two [1]"):
+        folder = tmp_path / name
+        (folder / "more").mkdir(parents=True)
+        path = write(folder, "prompt: '{q}'\n")
+        keys.append([question.key for question in load(path)[1]])
+        monkeypatch.chdir(folder)
+        keys.append([question.key for question in read_task(path).load(Path("rows.jsonl"))])
+    assert keys == [["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]] * 4
+    (tmp_path / "one" / "more" / "b.jsonl").write_text((folder / "rows.jsonl").read_text())
+    task = read_task(tmp_path / "one" / "task.yaml")
+    several = [question.key for question in task.load(tmp_path / "one" / "**" / "*.jsonl")]
+    assert several == [f"{name}:{i}" for name in ("more/b.jsonl", "rows.jsonl") for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        *(("{", "is no JSON"), ("[]", "is no JSON object"), ("[" * 100_000, "is no JSON")),
+        (json.dumps({"q": "\ud800", "answer": "a"}), "is no JSON .*surrogates not allowed"),
+    ],
+)
 def test_a_damaged_row_is_named(tmp_path, line, part):
     path = write(tmp_path, "prompt: '{q}'\n")
     with (tmp_path / "rows.jsonl").open("a") as file:

@@ -8,6 +8,8 @@ import torch
 
 from conceptmoe_vl.asking import load_pretrained
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import sha256_of
+from eval import replies
 from eval.replies import Reply, ReplyStore, question_key
 from eval.runner import Asker, to_sample
 from eval.tasks import Question, Task, mean_perplexity, mean_score
@@ -42,6 +44,42 @@ def test_images_are_fetched_when_their_question_is_asked(loaded, tmp_path):
     asker.ask(TASK, questions, ReplyStore(tmp_path), lambda count: events.append("reply"))
     # Once for the checksum and once for the model, one question ahead.
     assert events == [0, 0, 1, 1, "reply", 2, 2, "reply", "reply"]
+
+
+def test_an_image_of_several_questions_is_read_once_for_their_keys(tmp_path, monkeypatch):
+    read: list[str] = []
+
+    def counted(path):
+        read.append(str(path))
+        return sha256_of(path)
+
+    monkeypatch.setattr(replies, "sha256_of", counted)
+    (tmp_path / "a.png").write_bytes(png("red"))
+    (tmp_path / "b.png").write_bytes(png("blue"))
+    checksum_of = replies.ImageChecksums()
+
+    def key(name: str, text: str) -> str:
+        return question_key(TASK, question(text, tmp_path / name, text), checksum_of)
+
+    keys = [key("a.png", "1"), key("a.png", "2"), key("b.png", "1"), key("a.png", "1")]
+    assert read == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    assert keys[0] == keys[3]
+    assert len(set(keys)) == 3
+    (tmp_path / "a.png").write_bytes(png("blue"))
+    assert key("a.png", "1") == keys[2]
+
+
+def test_a_function_of_several_questions_is_called_once_for_their_keys():
+    calls: list[int] = []
+
+    def fetch() -> bytes:
+        calls.append(1)
+        return png("red")
+
+    checksum_of = replies.ImageChecksums()
+    keys = [question_key(TASK, question(text, fetch, text), checksum_of) for text in "ab"]
+    assert len(calls) == 1
+    assert keys == [question_key(TASK, question(text, png("red"), text)) for text in "ab"]
 
 
 def test_what_the_store_holds_is_not_asked_again(loaded, tmp_path):

@@ -96,6 +96,14 @@ def test_a_ratio_of_sums_is_one():
     assert figure.interval == pytest.approx((math.exp(2), math.exp(2)))
 
 
+@pytest.mark.parametrize("metrics", [mean_score, plain_mean])
+def test_one_cluster_tells_nothing_of_others(metrics):
+    one = scored([0.25, 0.75], ["a", "a"])
+    assert estimate(one, metrics)["accuracy"].interval is None
+    difference = paired(one, scored([0.5, 1.0], ["a", "a"]), metrics)["accuracy"]
+    assert (difference.value, difference.interval) == (0.25, None)
+
+
 def test_what_no_sample_defines_is_none():
     precision = RatioOfSums(lambda sample: {"precision": (0.0, 0.0)})
     figure = estimate(scored([0.0, 1.0]), precision)["precision"]
