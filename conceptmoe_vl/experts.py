@@ -7,6 +7,8 @@ between.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,10 +49,9 @@ class Experts(nn.Module):
         # grouped_mm ignores autocast, so both sides are cast here.
         x_SD = x_TD.to(dtype).index_select(0, slot_S // chosen)
         gate_up = F.grouped_mm(x_SD, self.gate_up_proj.to(dtype).transpose(1, 2), offs=offsets_E)
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden_SF = F.silu(gate) * up
         # Weighting F columns here instead of D columns after the product is the same by linearity.
-        hidden_SF = hidden_SF * weight_TK.flatten().index_select(0, slot_S).to(dtype).unsqueeze(1)
+        weight_S = weight_TK.flatten().index_select(0, slot_S).to(dtype)
+        hidden_SF = _WeightedSwiGLU.apply(gate_up, weight_S)
         out_SD = F.grouped_mm(hidden_SF, self.down_proj.to(dtype).transpose(1, 2), offs=offsets_E)
         # The inverse permutation and a sum over K is deterministic on CUDA; index_add is not.
         out_TKD = out_SD.index_select(0, inverse).view(tokens, chosen, out_SD.shape[1])
@@ -86,6 +87,32 @@ class Experts(nn.Module):
         hidden_SF = F.silu(gate).mul_(up).mul_(weight_TK.flatten()[slot_S, None])
         out_SD = _products(hidden_SF, self.down_proj, groups)
         return out_SD.index_select(0, torch.tensor(row_of)).unflatten(0, expert_TK.shape).sum(1)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """silu(gate) * up * weight of `[S, 2 F]` gates and ups and `[S]` weights.
+
+    Keeps its inputs alone for the backward pass, not what lies between: 2 of the 5 values that an
+    expert would keep for each of its F columns behind the first product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_SX: Tensor, weight_S: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_SX, weight_S)
+        gate, up = gate_up_SX.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).mul_(weight_S.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad_SF: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_up_SX, weight_S = ctx.saved_tensors
+        gate, up = gate_up_SX.chunk(2, dim=-1)
+        silu = F.silu(gate)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad_SF * (silu * up)).sum(1)
+        weighted = grad_SF * weight_S.unsqueeze(1)
+        grad_gate = torch.ops.aten.silu_backward(weighted * up, gate)
+        return torch.cat((grad_gate, silu.mul_(weighted)), dim=-1), grad_weight
 
 
 def _products(x_SI: Tensor, weight_EOI: Tensor, groups: list[tuple[int, int]]) -> Tensor:

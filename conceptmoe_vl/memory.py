@@ -79,7 +79,7 @@ def activation_bytes(
     | QK-norm: heads before it | (N + N_kv) H |
     | queries, keys, values and outputs of attention | (2 N + 2 N_kv) H |
     | router logits and probabilities | 2 E |
-    | experts: gathered input, gate and up, SiLU, product, weighted product | K (d + 5 F) |
+    | experts: gathered input, gate and up, weighted product | K (d + 3 F) |
     | shared experts of width F_s: gate, up, SiLU, product; the sigmoid's factor | 4 F_s; d |
 
     Attention maps are kept by no kernel used for long documents, the vision tower and the loss
@@ -96,7 +96,7 @@ def activation_bytes(
     heads = (wide + narrow) * text.head_dim * (3 if text.qk_norm else 2)
 
     def layer(d: int, experts: int, chosen: int) -> int:
-        routed = 2 * experts + chosen * (d + 5 * text.moe_intermediate_size)
+        routed = 2 * experts + chosen * (d + 3 * text.moe_intermediate_size)
         shared = 4 * text.width_of_shared + (d if text.shared_expert_gate else 0)
         return (4 * d + heads + routed + shared) * bytes_per_value
 
