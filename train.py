@@ -17,7 +17,6 @@ conceptmoe_vl_runtime.setup()
 # ruff: noqa: E402  (the lines above must run before torch is imported)
 import argparse
 import dataclasses
-import functools
 import itertools
 import signal
 import sys
@@ -37,7 +36,7 @@ from conceptmoe_vl.training.build import (
 from conceptmoe_vl.training.peers import LOST_STATUS
 from data_pipelines.config import DataConfig
 from data_pipelines.opening import iter_source_texts
-from data_pipelines.stream import PackedStream, build_stream
+from data_pipelines.stream import build_stream
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -71,13 +70,11 @@ def held_out_batches(
     order = {"shuffle": True} if is_mixture else {"epochs": 1}
     settings = dataclasses.replace(settings, **{**order, **given})
 
-    @functools.cache
-    def opened() -> tuple[PackedStream, dict[str, Any]]:
-        stream = build_stream(settings, processor, world.rank, world.size)
-        return stream, stream.state_dict()
+    # Now, not at the first evaluation: shards that are missing are no news after days of training.
+    stream = build_stream(settings, processor, world.rank, world.size)
+    start = stream.state_dict()
 
     def batches() -> Iterator[Any]:
-        stream, start = opened()
         stream.load_state_dict(start)
         return itertools.islice(stream, config.evaluation.batches)
 
@@ -135,7 +132,11 @@ def main(arguments: list[str] | None = None) -> int:
     """`train`, with mistakes and lost ranks as one line and the process group left in any case."""
     try:
         return train(arguments)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except KeyboardInterrupt:  # before there is anything to save, or the second one
+        print("error: interrupted; the same command resumes the run", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = distributed.of_disk(caught)
         if not distributed.report_failure(error):
             raise
         return 2 if isinstance(error, UserError) else LOST_STATUS

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
+from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.images import MAX_PIXELS, decode_image
 from conceptmoe_vl.tiling import choose_tiles, cut_tiles
 
@@ -166,10 +167,10 @@ class ConceptMoEVLImageProcessor(BaseImageProcessor):
 
         Raises:
             ImageError: it cannot be decoded.
-            ValueError: the model is text-only.
+            UserError: the model is text-only.
         """
         if not self.accepts_images:
-            raise ValueError(
+            raise UserError(
                 "this model takes no images (vision: null); remove them from the messages"
             )
         image, height, width = self._opened(image)

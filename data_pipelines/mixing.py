@@ -115,8 +115,9 @@ class SourceConfig:
         return cls(name, tuple(shards), parsed, manifest)
 
 
-def all_text(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+def all_text(values: Any) -> bool:
+    """Whether values are a sequence of texts."""
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def parse_sources(values: Any) -> list[SourceConfig]:

@@ -66,11 +66,13 @@ def _new_processor(
     wanted, template = section.tokenizer, None
     if section.init_from is not None:
         _require_folder(section.init_from, "model.init_from")
-        processor = ConceptMoEVLProcessor.from_pretrained(section.init_from)
+        with _loading("model.init_from", section.init_from, "a saved model with its processor"):
+            processor = ConceptMoEVLProcessor.from_pretrained(section.init_from)
         tokenizer, template = processor.tokenizer, processor.chat_template
     elif wanted.path is not None:
         _require_folder(wanted.path, "model.tokenizer.path")
-        tokenizer = AutoTokenizer.from_pretrained(wanted.path)
+        with _loading("model.tokenizer.path", wanted.path, "a saved tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(wanted.path)
     else:
         with _mistakes_of("model.tokenizer"):
             tokenizer = train_tokenizer(texts(wanted.max_samples), wanted.vocab_size)
@@ -96,6 +98,16 @@ def _mistakes_of(section: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise UserError(f"configuration section '{section}': {error}") from error
+
+
+@contextlib.contextmanager
+def _loading(key: str, path: str, what: str) -> Iterator[None]:
+    """Turns what transformers says of a folder that it cannot load into a user's mistake."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{key} is {path}, which is no folder of {what}: {said[0]}") from error
 
 
 def _require_folder(path: str, key: str) -> None:

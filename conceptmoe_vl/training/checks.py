@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from conceptmoe_vl.configuration import check_known_keys
@@ -27,3 +28,11 @@ def require_share(section: Any, where: str, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         require(value is None or 0 <= value <= 1, f"{where}.{name} is {value}; give 0 to 1")
+
+
+def require_number(value: Any, name: str, least: float, inclusive: bool = True) -> None:
+    """Raises `UserError` unless a value is a finite number from `least` on, or above it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = is_number and math.isfinite(value) and (value > least or (inclusive and value == least))
+    bound = f"of {least:g} or more" if inclusive else f"above {least:g}"
+    require(fits, f"{name} is {value!r}; give a number {bound}")

@@ -49,6 +49,13 @@ class ChunkSchedule:
             value = getattr(self, name)
             require(value is None or value >= least, f"{where}.{name} is {value}; give {least} up")
         require_share(self, where, "ratio_fraction", "tau_fraction", "ratio_loss_weight_fraction")
+        for name in ("ratio", "tau", "ratio_loss_weight"):
+            start = getattr(self, f"{name}_start")
+            require(
+                start is None or getattr(self, f"{name}_fraction") > 0,
+                f"{where}.{name}_start is {start}, which has no effect: {name}_fraction is 0; "
+                "raise it, or leave the start out",
+            )
         threshold = self.threshold_start
         require(
             threshold is None or 0 <= threshold <= THRESHOLD,

@@ -13,6 +13,7 @@ Notable:
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from pathlib import Path
@@ -22,6 +23,7 @@ from conceptmoe_vl.errors import UserError
 
 from .checks import require as _require
 from .checks import require_known as _require_known
+from .checks import require_number
 from .chunk_schedule import ChunkSchedule
 from .health import SpikeConfig
 from .loggers import LOGGERS
@@ -29,6 +31,8 @@ from .lora import LoraSection
 from .parts import LAYER_STACKS, PARTS, RATED_PARTS, layer_range
 from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
+
+_MOST_THREADS = 4096  # torch aborts where the system gives no more
 
 
 @dataclasses.dataclass
@@ -213,10 +217,17 @@ class TrainingConfig:
                 f"training.{name} is {getattr(self, name)}; give 0 to 1",
             )
         _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            len(self.betas) == 2
+            and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in self.betas),
             f"training.betas is {self.betas}; give two numbers from 0 to below 1",
         )
+        require_number(self.epsilon, "training.epsilon", 0, inclusive=False)
+        for name, most in (("seed", 2**32 - 1), ("threads", _MOST_THREADS)):
+            value = getattr(self, name)
+            _require(0 <= value <= most, f"training.{name} is {value}; give 0 to {most}")
         _require_known(self.part_learning_rates, RATED_PARTS, "training.part_learning_rates")
+        for part, rate in self.part_learning_rates.items():
+            require_number(rate, f"training.part_learning_rates.{part}", 0)
         _require_known(self.freeze, PARTS, "training.freeze")
         _require_known(self.freeze_layers, LAYER_STACKS, "training.freeze_layers")
         for stack, layers in self.freeze_layers.items():
@@ -256,6 +267,17 @@ class EvaluationSection:
     batches: int = 8
 
     def __post_init__(self) -> None:
+        where = ("shards", "sources", "split")
+        _require(
+            self.data is None or any(name in self.data for name in where),
+            f"evaluation.data is {self.data}, which would be the training data; give it one of "
+            f"{', '.join(where)}",
+        )
+        _require(
+            self.data is not None or not self.every,
+            f"evaluation.every is {self.every}, but there is no held-out data; set "
+            "evaluation.data, or leave it out",
+        )
         _require(self.batches >= 1, f"evaluation.batches is {self.batches}; it must be 1 or more")
         _require(self.every >= 0, f"evaluation.every is {self.every}; it must not be negative")
 
@@ -302,7 +324,11 @@ def _convert(value: Any, annotation: Any, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            _require(
+                abs(value) <= sys.float_info.max,  # nor nan
+                f"configuration key '{where}' is {value}; give a finite number",
+            )
             return float(value)
         if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value

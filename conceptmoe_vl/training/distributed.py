@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import errno
 import importlib.util
 import logging
 import os
@@ -199,6 +200,29 @@ def _join(world: World, timeout: datetime.timedelta) -> None:
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeper = host if is_launchers else None
     _peers = Peers(watched, keeper, world.rank, places, timeout.total_seconds())
+
+
+_CANNOT_WRITE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST),  # a file where a folder should be
+}
+
+_TORCH_CANNOT = ("PytorchStreamWriter failed", "inline_container.cc")  # what torch.save says
+
+
+def of_disk(error: Exception) -> Exception:
+    """A full disk or a folder that cannot be written as the user's error; others as they are."""
+    where = getattr(error, "filename", None) or "a file of the run"
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        what = error.strerror
+    elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_CANNOT):
+        what = "torch could not write all of it; the disk may be full"
+    else:
+        return error
+    return UserError(
+        f"cannot write {where}: {what}; make room or rights for it, then the same command goes on "
+        "from the newest checkpoint, or give another run_dir"
+    )
 
 
 def report_failure(error: BaseException) -> bool:

@@ -156,8 +156,14 @@ def zero_stage(config: TrainingConfig) -> int:
     """
     if config.engine != "deepspeed":
         return 0
-    stage = read_deepspeed_config(config.deepspeed).get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    zero = read_deepspeed_config(config.deepspeed).get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise UserError(
+            f"zero_optimization is {zero!r} in the DeepSpeed configuration; give a mapping, as "
+            "{stage: 2}"
+        )
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UserError(
             f"zero_optimization.stage is {stage!r} in the DeepSpeed configuration; choose 0, 1, 2 "
             "or 3"
@@ -190,6 +196,16 @@ def deepspeed_config(config: TrainingConfig) -> dict:
     return values
 
 
+def _refused_by_deepspeed(error: Any) -> str:
+    """The first value of a configuration that DeepSpeed refuses, in one line."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return (
+        f"training.deepspeed: '{where}' ({error.title}) is {first['input']!r}: {first['msg']}; "
+        "correct it, or leave it out"
+    )
+
+
 class DeepSpeedEngine:
     """Any number of processes under DeepSpeed."""
 
@@ -204,12 +220,17 @@ class DeepSpeedEngine:
         self._names = names_in_order(model, self.optimizer)
         level = deepspeed.utils.logger.level
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every subclass of AdamW
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=self.optimizer,
-            config=deepspeed_config(config),
-            dist_init_required=False,
-        )
+        import pydantic  # of DeepSpeed's configuration
+
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=self.optimizer,
+                config=deepspeed_config(config),
+                dist_init_required=False,
+            )
+        except pydantic.ValidationError as error:
+            raise UserError(_refused_by_deepspeed(error)) from error
         deepspeed.utils.logger.setLevel(level)
         self.module = self._engine.module
 

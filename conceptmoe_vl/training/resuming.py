@@ -50,9 +50,22 @@ def load_engine(
         for key, value in present.items()
         if key != "gradient_accumulation_steps"
     ):
-        engine.load(folder)
+        _load_same_layout(engine, folder)
         return
     engine.restore(read_state(folder, manifest))
+
+
+def _load_same_layout(engine: Engine, folder: Path) -> None:
+    """Loads an engine's own files, and keeps the configuration's rates, decay and betas.
+
+    Optimisers save these with their state; the checkpoint's would hold without a word, while the
+    metrics report the configured ones.
+    """
+    groups = engine.optimizer.param_groups
+    own = [{key: value for key, value in each.items() if key != "params"} for each in groups]
+    engine.load(folder)
+    for group, configured in zip(engine.optimizer.param_groups, own, strict=True):
+        group.update(configured)
 
 
 def batch_of_run(

@@ -240,8 +240,7 @@ class Trainer:
                         raise UserError(_NO_DATA)
                     break
                 last = metrics
-                if self._spikes.look(metrics["lm_loss"]):
-                    self.roll_back()
+                if self._spikes.look(metrics["lm_loss"]) and self.roll_back():
                     continue
                 self.reporter.update(metrics, self.progress)
                 if self._is_due(self.config.checkpoint_every):

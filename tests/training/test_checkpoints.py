@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -13,7 +14,7 @@ import torch
 
 import train
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.training import Trainer, TrainingConfig, World, verification
+from conceptmoe_vl.training import Trainer, TrainingConfig, World, distributed, verification
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
 
@@ -99,6 +100,19 @@ def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(run_dir):
         flip(run_dir / "checkpoints" / f"step-{number}" / "rank-0.pt", 500)
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole; the last: .*step-1 is dam"):
         make(run_dir).resume()
+
+
+def test_the_configured_rates_hold_after_a_resume(run_dir):
+    run = make(run_dir, learning_rate=0.0, weight_decay=0.0, betas=[0.5, 0.6], epsilon=1e-3)
+    assert run.resume()
+    groups = run.engine.optimizer.param_groups
+    assert {(group["betas"], group["eps"], group["weight_decay"]) for group in groups} == {
+        ((0.5, 0.6), 1e-3, 0.0)
+    }
+    before = run.engine.gather_weights()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    assert run.step()["lr"] == 0.0
+    assert all(torch.equal(before[name], now) for name, now in run.engine.gather_weights().items())
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(run_dir):
@@ -195,3 +209,35 @@ def test_a_signal_gives_the_status_that_a_scheduler_asks_for(
         for each, handler in kept.items():
             signal.signal(each, handler)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-1\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 36288 vs 36182"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypatch, error):
+    def full(*_: object) -> None:
+        raise error
+
+    found = distributed.of_disk(error)
+    assert isinstance(found, UserError)
+    assert "make room or rights for it" in str(found)
+    run = make(tmp_path)
+    run.step()
+    run.save_checkpoint()
+    run.step()
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(type(error)):
+        run.save_checkpoint()
+    monkeypatch.undo()
+    again = make(tmp_path)
+    assert again.resume()
+    assert again.step_number == 1
+
+
+def test_an_error_that_is_not_of_the_disk_stays_what_it_is():
+    error = RuntimeError("shapes differ")
+    assert distributed.of_disk(error) is error

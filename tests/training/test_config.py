@@ -52,6 +52,21 @@ def test_resolved_configuration_is_a_valid_input(path, tmp_path):
         ("training.max_steps", "is no override; write key=value"),
         ("training.betas=[0.9", "is no valid YAML"),
         ("training=3", "give a mapping"),
+        ("training.learning_rate=.inf", "is inf; give a finite number"),
+        ("training.watch={ratio_band: .nan}", "'training.watch.ratio_band' is nan; give a finite"),
+        ("training.betas=[a, b]", "give two numbers from 0"),
+        ("training.epsilon=0", "training.epsilon is 0.0; give a number above 0"),
+        ("training.seed=99999999999999999999", "give 0 to 4294967295"),
+        ("training.threads=-1", "training.threads is -1; give 0 to"),
+        ("training.part_learning_rates.vision=fast", "vision is 'fast'; give a number of 0"),
+        ("training.part_learning_rates.vision=-1", "vision is -1; give a number of 0 or more"),
+        ("training.part_learning_rates.vision=.nan", "vision is nan; give a number of 0 or more"),
+        (
+            "training.chunk_schedule={tau_start: 2, tau_fraction: 0}",
+            "tau_start is 2.0, which has no effect: tau_fraction is 0",
+        ),
+        ("evaluation.every=5", "is 5, but there is no held-out data; set evaluation.data"),
+        ("evaluation.data={num_workers: 0}", "which would be the training data"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(path, override, message):
@@ -138,6 +153,12 @@ def test_shipped_configurations_are_valid(path):
 def test_shipped_deepspeed_configurations(stage):
     file = str(ROOT / "configs" / "deepspeed" / f"zero{stage}.json")
     assert zero_stage(TrainingConfig(max_steps=1, deepspeed=file)) == stage
+
+
+@pytest.mark.parametrize("zero", [2, {"stage": True}, {"stage": 4}])
+def test_what_is_no_zero_stage_is_refused(zero):
+    with pytest.raises(UserError, match=r"zero_optimization(\.stage)? is .* in the DeepSpeed conf"):
+        zero_stage(TrainingConfig(max_steps=1, deepspeed={"zero_optimization": zero}))
 
 
 def test_deepspeed_settings_that_training_owns_are_refused():

@@ -115,6 +115,12 @@ def test_without_a_checkpoint_a_spike_is_only_warned_of(tmp_path):
     assert not (tmp_path / "rollbacks.jsonl").exists()
 
 
+def test_the_step_of_a_spike_without_a_way_back_has_its_checkpoint(tmp_path):
+    run = make(tmp_path, bad_data=[7, 8], checkpoint_every=8)
+    run.train()
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-8\n"
+
+
 def steady(guard: SpikeGuard, number: int = 4) -> None:
     assert not any(guard.look(2.0 + 0.01 * (step % 2)) for step in range(number))
 

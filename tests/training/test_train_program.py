@@ -260,10 +260,22 @@ def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatc
         ("model.tokenizer.vocab_size=10", "section 'model.tokenizer': tokenizer vocab_size is 10"),
         ("model.init_from=/no/such/folder", "which is no folder"),
         ("data.shards=/no/such-*.tar", "/no/such-*.tar"),
+        ("data.shards=3", "data.shards is 3; name tar files"),
+        ("evaluation.data.shards=/no/held-*.tar", "no file matches '/no/held-*.tar'"),
+        ("model.vision=null", "this model takes no images (vision: null)"),
+        ("model.tokenizer.path=/", "which is no folder of a saved tokenizer"),
+        ("model.init_from=/", "which is no folder of a saved model"),
+        (
+            "training={engine: deepspeed, max_steps: 1, device: cpu, "
+            "deepspeed: {zero_optimization: {stage: 2, stages: 1}}}",
+            "training.deepspeed: 'stages' (DeepSpeedZeroConfig) is 1: Extra inputs",
+        ),
+        ("run_dir=/dev/null/run", "cannot write /dev/null/run"),
     ],
 )
-def test_mistakes_give_one_line_and_status_2(config_file, capsys, override, message):
+def test_mistakes_give_one_line_and_status_2(config_file, tmp_path, capsys, override, message):
     assert program(config_file, override) == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
