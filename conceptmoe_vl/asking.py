@@ -125,6 +125,15 @@ def _usable_device(name: str | None) -> torch.device:
     return device
 
 
+def check_finite(are_finite: bool) -> None:
+    """Raises `UserError` unless the model's logits are: the likeliest of NaN is the first token."""
+    if not are_finite:
+        raise UserError(
+            "the model computes logits that are not finite: its weights are damaged or overflow "
+            "in this dtype; take an earlier checkpoint"
+        )
+
+
 def question_messages(images: Sequence[Any], question: str) -> list[dict]:
     """One user turn: the images in their order, then the question.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conceptmoe_vl.asking import Answer, check_reachable, end_ids, make_answer
+from conceptmoe_vl.asking import Answer, check_finite, check_reachable, end_ids, make_answer
 from conceptmoe_vl.cache import ConceptCache
 from conceptmoe_vl.likelihoods import LogLikelihood, log_likelihoods
 from conceptmoe_vl.processing import EncodedSample
@@ -73,7 +73,7 @@ def generate_all(
     Raises:
         RequestError: a prompt cannot be asked; nothing is skipped. Prompts behind it have not been
             taken.
-        UserError: the model cannot reach the compression.
+        UserError: the model cannot reach the compression, or its logits are not finite.
         ValueError: a number is below 1.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
@@ -189,7 +189,9 @@ class _Asker:
         image = self.model.config.image_token_id
         if image is not None:  # no image would stand behind its placeholder
             logits[:, image] = float("-inf")
-        for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+        largest, tokens = logits.max(-1)
+        check_finite(bool(largest.isfinite().all()))
+        for row, token in zip(rows, tokens.tolist(), strict=True):
             if not row.ended:
                 row.generated.append(token)
                 row.ended = self._has_ended(row.generated)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conceptmoe_vl.asking import check_reachable
+from conceptmoe_vl.asking import check_finite, check_reachable
 from conceptmoe_vl.image_processing import collate_images
 from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.requests import Prompt, Rendered, RequestError, encode_prompt, padded_inputs
@@ -88,7 +88,7 @@ def log_likelihoods(
 
     Raises:
         RequestError: a prompt cannot be read, or a continuation is empty.
-        UserError: the model cannot reach the compression.
+        UserError: the model cannot reach the compression, or its logits are not finite.
     """
     encoded = _encoded(model, processor, requests)
     return score_continuations(model, encoded, len(requests), batch_size, compression)
@@ -347,11 +347,12 @@ class _Pieces:
             target = torch.tensor(targets[part], device=states_TD.device)
             logits = head(states_TD.index_select(0, index)).float()
             chosen = logits.gather(1, target[:, None]).squeeze(1)
-            likelihood = (chosen - logits.logsumexp(-1)).tolist()
+            likelihoods = chosen - logits.logsumexp(-1)
+            check_finite(bool(likelihoods.isfinite().all()))
             if image is not None:  # which generation never writes
                 logits[:, image] = float("-inf")
             greedy = (logits.argmax(-1) == target).tolist()
-            for number, *found in zip(numbers[part], likelihood, greedy, strict=True):
+            for number, *found in zip(numbers[part], likelihoods.tolist(), greedy, strict=True):
                 self._found.setdefault(number, []).append((found[0], found[1]))
 
     def results(self) -> dict[int, LogLikelihood]:

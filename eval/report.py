@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
 from eval.runner import MODALITIES, Sample
 from eval.statistics import RESAMPLES, SEED, estimate
@@ -191,8 +192,14 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as beside, beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as beside, beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"'{path}' cannot be written ({error}); make room there, or name another folder with "
+            "--output (what was asked is kept)"
+        ) from error

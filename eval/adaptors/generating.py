@@ -25,6 +25,30 @@ def refuse_unknown(unknown: dict[str, Any], known: str) -> None:
         raise UserError(f"--model_args: {NAME} takes no {sorted(unknown)[0]!r}; it takes {known}")
 
 
+def pretrained_of(given: str | None) -> str:
+    """Raises `UserError` where `--model_args` names no model."""
+    if not given:
+        raise UserError(f"--model_args names no model for {NAME}; give pretrained=RUN/model")
+    return str(given)
+
+
+def number_of(given: Any, name: str, kind: type[int] | type[float]) -> Any:
+    """An argument of `--model_args` as a number, None where it is not given.
+
+    Raises:
+        UserError: it is none above 0.
+    """
+    if given is None:
+        return None
+    try:
+        value = kind(given)
+    except (TypeError, ValueError, OverflowError):
+        value = kind(0)
+    if isinstance(given, bool) or not value > 0:
+        raise UserError(f"--model_args: {name} is {given!r}; give a number above 0")
+    return value
+
+
 def device_of(device: str | None) -> str | None:
     """The harnesses say `cuda` or nothing: each process then takes a device of its own."""
     if device in (None, "cuda") and torch.cuda.device_count() > 1:

@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from conceptmoe_vl.asking import Answer, load_pretrained
+from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained
 from conceptmoe_vl.continuous_batching import Rendered, log_likelihoods
 from conceptmoe_vl.likelihoods import Continuations, score_continuations, start_token
 from conceptmoe_vl.processing import EncodedSample
@@ -28,6 +28,8 @@ from eval.adaptors.generating import (
     device_of,
     generate_answers,
     generation_settings,
+    number_of,
+    pretrained_of,
     refuse_unknown,
 )
 
@@ -56,7 +58,7 @@ class ConceptMoEVLForLMEval(LM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         device: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -68,12 +70,14 @@ class ConceptMoEVLForLMEval(LM):
         super().__init__()
         refuse_unknown(unknown, "pretrained, compression, max_length and max_gen_toks")
         self._rank, self._world_size = _join_processes()
-        self.model, self.processor = load_pretrained(pretrained, device_of(device))
+        self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
         self._device = self.model.device
         self.batch_size = batch_of(batch_size)
-        self.compression = None if compression is None else float(compression)
-        self.max_length = int(max_length or self.model.config.text.max_position_embeddings)
-        self.max_gen_toks = int(max_gen_toks)
+        self.compression = number_of(compression, "compression", float)
+        check_reachable(self.model, self.compression)
+        longest = self.model.config.text.max_position_embeddings
+        self.max_length = number_of(max_length, "max_length", int) or longest
+        self.max_gen_toks = number_of(max_gen_toks, "max_gen_toks", int)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [(prompt_of(*request.args[::2]), request.args[1]) for request in requests]

@@ -11,7 +11,7 @@ from typing import Any
 from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 
-from conceptmoe_vl.asking import Answer, load_pretrained, question_messages
+from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained, question_messages
 from conceptmoe_vl.continuous_batching import log_likelihoods
 from conceptmoe_vl.errors import UserError
 from eval.adaptors.generating import (
@@ -20,6 +20,8 @@ from eval.adaptors.generating import (
     device_of,
     generate_answers,
     generation_settings,
+    number_of,
+    pretrained_of,
     refuse_unknown,
 )
 
@@ -42,7 +44,7 @@ class _ConceptMoEVL(lmms):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         device: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -52,11 +54,12 @@ class _ConceptMoEVL(lmms):
     ) -> None:
         super().__init__()
         refuse_unknown(unknown, "pretrained, compression and max_new_tokens")
-        self.model, self.processor = load_pretrained(pretrained, device_of(device))
+        self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
         self.device = self.model.device
         self.batch_size = batch_of(batch_size)
-        self.compression = None if compression is None else float(compression)
-        self.max_new_tokens = int(max_new_tokens)
+        self.compression = number_of(compression, "compression", float)
+        check_reachable(self.model, self.compression)
+        self.max_new_tokens = number_of(max_new_tokens, "max_new_tokens", int)
 
     def loglikelihood(self, requests: Any) -> list[Any]:
         raise NotImplementedError(f"{NAME} has log-likelihoods with --force_simple")

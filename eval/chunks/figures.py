@@ -95,6 +95,12 @@ def _errors(values: Sequence[float], intervals: Sequence[Sequence[float] | None]
     return np.stack((np.maximum(middle - low, 0), np.maximum(high - middle, 0)))
 
 
+def _short(name: str, most: int = 28) -> str:
+    """A name that leaves room for its figure."""
+    name = " ".join(name.split())
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def draw_ratios(groups: dict[str, dict[str, Any]], title: str) -> str:
     """Tokens per concept of groups, with intervals."""
     figure, axes = _axes(title, "", "tokens per concept")
@@ -103,7 +109,8 @@ def draw_ratios(groups: dict[str, dict[str, Any]], title: str) -> str:
     axes.bar(range(len(rows)), values, color="#3b6fb6", width=0.7)
     errors = _errors(values, [row["interval_95"] for _, row in rows]) if rows else None
     axes.errorbar(range(len(rows)), values, errors, fmt="none", ecolor="#222", capsize=2, lw=1)
-    axes.set_xticks(range(len(rows)), [name for name, _ in rows], rotation=35, ha="right")
+    names = [_short(name) for name, _ in rows]
+    axes.set_xticks(range(len(rows)), names, rotation=35, ha="right")
     return _to_uri(figure)
 
 

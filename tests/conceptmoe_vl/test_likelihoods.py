@@ -16,6 +16,7 @@ from conceptmoe_vl.continuous_batching import (
     generate_all,
     log_likelihoods,
 )
+from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.likelihoods import Continuations, score_continuations
 from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.requests import encode_prompt, padded_inputs
@@ -201,6 +202,17 @@ def test_a_compression(pair):
     requests = requests_of(4)
     results = log_likelihoods(*pair, requests, compression=1)
     assert (results == log_likelihoods(*pair, requests)) == (pair[0].config.chunk.router == "none")
+
+
+def test_logits_that_are_not_finite_are_no_answer(tmp_path):
+    model, processor = load_pretrained(save_model_folder(tmp_path / "m"), "cpu")
+    model.get_output_embeddings().weight.data[3] = float("nan")
+    prompt = question_messages([], "what is there?")
+    for choices in (["red"], ["red", "no circle is there"]):
+        with pytest.raises(UserError, match="logits that are not finite"):
+            log_likelihoods(model, processor, [(prompt, choice) for choice in choices])
+    with pytest.raises(UserError, match="logits that are not finite"):
+        generate_all(model, processor, [prompt], 3)
 
 
 def test_what_is_refused(plain):

@@ -10,7 +10,7 @@ import pytest
 from conceptmoe_vl.chunk_trace import ChunkTrace, Plane
 from eval.__main__ import main
 from eval.chunks import statistics
-from eval.chunks.figures import draw_ratios
+from eval.chunks.figures import _short, draw_ratios
 from eval.chunks.program import spread
 from eval.chunks.statistics import Traced
 from eval.chunks.tracing import evidence_of
@@ -232,6 +232,7 @@ def test_the_program_writes_one_page(tmp_path, capsys):
 def test_names_of_data_are_no_formulas():
     row = {"tokens": 4, "ratio": 2.0, "interval_95": [1.5, 2.5], "confidence": 0.25}
     assert draw_ratios({"$x^$": row, r"costs $\frac$": row}, "$").startswith("data:image/png")
+    assert _short("a  long\nname " * 5) == "a long name a long name a l…"
 
 
 def test_several_processes_are_refused(tmp_path, monkeypatch, capsys):

@@ -236,6 +236,13 @@ def test_few_shot_examples_and_a_begun_answer(lm):
 def test_what_is_refused(model_folder, lm):
     with pytest.raises(UserError, match="takes no 'dtype'"):
         ConceptMoEVLForLMEval(str(model_folder), dtype="float16")
+    with pytest.raises(UserError, match="names no model"):
+        ConceptMoEVLForLMEval()
+    for name, value in (("compression", "two"), ("max_length", -5), ("max_gen_toks", "nan")):
+        with pytest.raises(UserError, match=f"{name} is {value!r}; give a number above 0"):
+            ConceptMoEVLForLMEval(str(model_folder), **{name: value})
+    with pytest.raises(UserError, match="never calibrated"):
+        ConceptMoEVLForLMEval(str(model_folder), compression=7)
     with pytest.raises(UserError, match="batch_size is 'many'"):
         ConceptMoEVLForLMEval(str(model_folder), batch_size="many")
     sampled = Instance("generate_until", {}, ("a", {"do_sample": True, "temperature": 0.7}), 0)

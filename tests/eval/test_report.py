@@ -7,6 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
+from conceptmoe_vl.errors import UserError
 from eval.replies import Reply
 from eval.report import Speed, print_report, summarise, write_results, write_samples
 from eval.runner import Sample
@@ -120,3 +121,9 @@ def test_a_file_that_cannot_be_written_leaves_the_older_one(tmp_path):
         write_samples(tmp_path, [dataclasses.replace(samples[0], question=broken)])
     assert path.read_text() == before
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "task").write_text("no folder")
+    with pytest.raises(UserError, match=r"task/results.json' cannot be written .* --output"):
+        write_results(tmp_path / "task", {})
