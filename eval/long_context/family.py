@@ -17,7 +17,7 @@ from typing import Any, overload
 from conceptmoe_vl.errors import UserError
 from eval.long_context import image_tasks, keys
 from eval.long_context.haystack import NOISE, load_haystack
-from eval.long_context.prompt import Draft, Drawing, PromptMeter, fit
+from eval.long_context.prompt import Draft, Drawing, PromptMeter, check_room, fit
 from eval.long_context.text_tasks import Place, Setting, needle, variable_tracking
 from eval.long_context.word_tasks import common_words, frequent_words
 from eval.tasks import Question, RatioOfSums, Scored, Task
@@ -139,8 +139,8 @@ def long_tasks(processor: Any, names: Sequence[str], plan: Plan) -> list[Task]:
         names: of `GENERATORS`, with or without `long/`.
 
     Raises:
-        UserError: an unknown name, or a task with pictures for a model without; later, when a
-            question is made: a length that is too short for it.
+        UserError: an unknown name, a task with pictures for a model without, or a length that is
+            too short for a question of a task.
     """
     meter = PromptMeter(processor)
     haystack = load_haystack(plan.haystack, plan.seed)
@@ -152,11 +152,30 @@ def long_tasks(processor: Any, names: Sequence[str], plan: Plan) -> list[Task]:
         setting = Setting(haystack, meter, length, plan.grid, plan.pictures)
         return _question(name, chosen[name], setting, plan.seed, place, number)
 
+    for name in chosen:  # before hours of asking
+        for length in plan.lengths:
+            setting = Setting(haystack, meter, length, plan.grid, plan.pictures)
+            _check_all_fit(name, chosen[name], setting, plan)
     return [
         _task(name, chosen[name], length, plan, meter, make)
         for name in chosen
         for length in plan.lengths
     ]
+
+
+def _check_all_fit(name: str, generator: Generator, setting: Setting, plan: Plan) -> None:
+    """Compares the longest of a task's bare questions with the length; how many needles they have,
+    and how long their names are, is random.
+
+    Raises:
+        UserError: it is longer; says by how much.
+    """
+    drafts = (
+        generator.make(_rng(name, setting, plan.seed, place, number), setting, place)
+        for place, number in _places(generator, plan)
+    )
+    longest = max(setting.meter.tokens(draft.content(0)) for draft in drafts)
+    check_room(longest, setting.length, _full_name(name, setting.length))
 
 
 def _generator(name: str, meter: PromptMeter) -> Generator:
@@ -182,13 +201,7 @@ def _task(
     meter: PromptMeter,
     make: Callable[[str, int, Place, int], Question],
 ) -> Task:
-    count = range(plan.samples)
-    if generator.one_depth:
-        places = [(Place(depth), number) for depth in plan.grid for number in count]
-    else:
-        places = [(Place(None), number) for number in range(len(plan.grid) * plan.samples)]
-    places += [(Place(None, control=True), number) for number in count]
-    questions = LazyQuestions(lambda chosen: make(name, length, *chosen), places)
+    questions = LazyQuestions(lambda chosen: make(name, length, *chosen), _places(generator, plan))
     # Of all questions of a task the answers are of one form; the first tells their length.
     answer = ", ".join(questions[0].details["wanted"])
     return Task(
@@ -203,6 +216,16 @@ def _task(
     )
 
 
+def _places(generator: Generator, plan: Plan) -> list[tuple[Place, int]]:
+    """Which questions a task asks at each length: places with numbers from 0."""
+    count = range(plan.samples)
+    if generator.one_depth:
+        places = [(Place(depth), number) for depth in plan.grid for number in count]
+    else:
+        places = [(Place(None), number) for number in range(len(plan.grid) * plan.samples)]
+    return places + [(Place(None, control=True), number) for number in count]
+
+
 def _full_name(name: str, length: int) -> str:
     return f"{PREFIX}{name}@{length_name(length)}"
 
@@ -211,10 +234,7 @@ def _question(
     name: str, generator: Generator, setting: Setting, seed: int, place: Place, number: int
 ) -> Question:
     """The question that the arguments stand for; it depends on nothing else."""
-    kind = CONTROL if place.control else SPREAD if place.depth is None else f"depth {place.depth:g}"
-    key = f"{kind.replace(' ', '-')}-{number}"
-    rng = random.Random(f"{seed} {name} {setting.length} {key}")
-    draft = generator.make(rng, setting, place)
+    draft = generator.make(_rng(name, setting, seed, place, number), setting, place)
     amount = fit(
         lambda amount: setting.meter.tokens(draft.content(amount)),
         setting.length,
@@ -233,7 +253,20 @@ def _question(
         "images": sum(part["type"] == "image" for part in content),
     }
     messages = [{"role": "user", "content": content}]
-    return Question(key, messages, [", ".join(draft.wanted)], kind, details=details)
+    key = _key(place, number)
+    return Question(key, messages, [", ".join(draft.wanted)], _kind(place), details=details)
+
+
+def _kind(place: Place) -> str:
+    return CONTROL if place.control else SPREAD if place.depth is None else f"depth {place.depth:g}"
+
+
+def _key(place: Place, number: int) -> str:
+    return f"{_kind(place).replace(' ', '-')}-{number}"
+
+
+def _rng(name: str, setting: Setting, seed: int, place: Place, number: int) -> random.Random:
+    return random.Random(f"{seed} {name} {setting.length} {_key(place, number)}")
 
 
 def _parts(sample: Scored) -> dict[str, tuple[float, float]]:

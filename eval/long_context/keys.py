@@ -67,13 +67,16 @@ def draw_keys(
 
     Args:
         shape: a name of `MAKERS`, or a function that makes one.
-        absent: a text, or any container, in which none of them may be.
+        absent: a text, or any container, in which none of them may be; in a text neither in
+            another case, since answers are read without regard to it (`POTATO` and "potato").
     """
+    if isinstance(absent, str):
+        absent = absent.lower()
     make = MAKERS[shape] if isinstance(shape, str) else shape
     found: dict[str, None] = {}
     while len(found) < count:
         key = make(rng)
-        if key not in absent:
+        if (key.lower() if isinstance(absent, str) else key) not in absent:
             found[key] = None
     return list(found)
 

@@ -139,6 +139,19 @@ class PromptMeter:
         return len(self.processor.text_ids(answer))
 
 
+def check_room(bare: int, limit: int, name: str) -> None:
+    """Refuses a limit below the `bare` tokens of a prompt without filler.
+
+    Raises:
+        UserError: names the task, the limit and what is needed.
+    """
+    if bare > limit:
+        raise UserError(
+            f"{name}: {limit} tokens are too few, its question and needles alone take {bare} "
+            "with this tokenizer; ask for a greater length"
+        )
+
+
 def fit(tokens: Callable[[int], int], limit: int, name: str) -> int:
     """The amount of filler with which a prompt fills its limit: `tokens(amount) <= limit`, and with
     one piece more it would not.
@@ -151,11 +164,7 @@ def fit(tokens: Callable[[int], int], limit: int, name: str) -> int:
         UserError: the question alone is longer.
     """
     low, at_low = 0, tokens(0)
-    if at_low > limit:
-        raise UserError(
-            f"{name}: {limit} tokens are too few, its question and needles alone take {at_low} "
-            "with this tokenizer; ask for a greater length"
-        )
+    check_room(at_low, limit, name)
     bare, high, at_high = at_low, None, 0
     guess, tries = max(1, (limit - at_low) // 2), 0
     while high is None or high - low > 1:

@@ -302,3 +302,14 @@ def test_a_drawing_is_made_when_it_is_called():
     assert isinstance(picture, Drawing)
     assert picture()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture() == picture()
+
+
+@pytest.mark.parametrize("length", [167, 171, 175])  # the first question of each would fit
+def test_a_length_that_some_question_exceeds_is_refused_before_anything_is_asked(length):
+    with pytest.raises(UserError, match="too few, its question and needles alone take"):
+        long_tasks(tiny_processor(), ["niah_single"], Plan([length], (0.5,), 3))
+
+
+def test_a_length_that_the_longest_question_fills_holds_all():
+    (task,) = long_tasks(tiny_processor(), ["niah_single"], Plan([177], (0.5,), 3))
+    assert all(question.details["tokens"] <= 177 for question in task.load(None))

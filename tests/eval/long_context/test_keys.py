@@ -116,3 +116,8 @@ def test_keys_differ_are_absent_and_are_read_back(seed, shape, count):
 def test_no_text_breaks_the_reading(shape, answer):
     details = {"shape": shape, "wanted": ["1", "2"]}
     assert 0.0 <= score(parse(answer, details), details) <= 1.0
+
+
+def test_a_word_of_the_haystack_in_another_case_is_no_key():
+    drawn = iter(["DOMINO", "ZUPOKA"])
+    assert draw_keys(random.Random(0), lambda rng: next(drawn), 1, "A Domino fell.") == ["ZUPOKA"]
