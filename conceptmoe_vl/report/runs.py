@@ -12,6 +12,7 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training.run_files import read_lines
 
 Points = list[tuple[int, float]]
+_LARGEST = 1e300  # axes reach a little further
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Run:
             lines, path = self.evaluations, path.removeprefix("held_out/")
         keys = path.split("/")
         points = ((line.get("step"), _at(line, keys)) for line in lines)
-        return [(step, value) for step, value in points if step is not None and _is_number(value)]
+        return [(step, value) for step, value in points if _is_number(step) and _is_number(value)]
 
     def keys(self, path: str) -> list[str]:
         """The keys that a nested field has in any line, sorted."""
@@ -55,14 +56,19 @@ class Run:
     def warnings(self) -> Iterator[tuple[int, str]]:
         """(step, text) of every warning, roll-back and number of skipped steps."""
         skipped = 0
-        for line in self.metrics:
-            for text in line.get("warnings", []):
-                yield line["step"], text
-            if line.get("nonfinite_steps", 0) > skipped:
-                skipped = line["nonfinite_steps"]
-                yield line["step"], f"{skipped} steps so far skipped as not finite"
+        for line in self.metrics:  # which another program may have written
+            step, texts = line.get("step"), line.get("warnings")
+            if not _is_number(step):
+                continue
+            for text in texts if isinstance(texts, list) else []:
+                yield step, str(text)
+            number = line.get("nonfinite_steps")
+            if _is_number(number) and number > skipped:
+                skipped = number
+                yield step, f"{skipped} steps so far skipped as not finite"
         for line in self.rollbacks:
-            yield line["step"], f"the loss spiked; rolled back to step {line['to_step']}"
+            if _is_number(line.get("step")):
+                yield line["step"], f"the loss spiked; rolled back to step {line.get('to_step')}"
 
 
 def _at(line: Any, keys: list[str]) -> Any:
@@ -72,7 +78,9 @@ def _at(line: Any, keys: list[str]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether a value can be drawn: a finite number, as our own lines hold alone."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= _LARGEST
 
 
 def read_runs(folders: list[Path]) -> list[Run]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conceptmoe_vl.report import write_report
 from conceptmoe_vl.report.__main__ import main
 from conceptmoe_vl.report.charts import Chart, Line, log_ticks, smoothed, thinned, ticks
 from conceptmoe_vl.report.runs import read_runs
@@ -188,3 +189,19 @@ def test_mistakes(tmp_path, capsys, text, message):
 def test_a_wrong_smoothing_is_refused(tmp_path, capsys):
     assert main([str(tmp_path), "--smoothing", "1"]) == 2
     assert "give 0 to below 1" in capsys.readouterr().err
+
+
+def test_lines_of_other_programs_cost_no_more_than_themselves(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"loss": 1.0, "warnings": null}\n{"step": "2", "loss": 1, "nonfinite_steps": "3"}\n'
+        '{"step": 3, "loss": 1e305, "lm_loss": NaN, "warnings": 7}\n'
+        f'{{"step": 4, "loss": {"9" * 400}}}\n{{"step": 5, "loss": 2.5, "warnings": ["odd"]}}\n'
+    )
+    (tmp_path / "rollbacks.jsonl").write_text('{"step": 5}\n{}\n')
+    write_report([tmp_path], tmp_path / "page.html")
+    (run,) = read_runs([tmp_path])
+    assert run.series("loss") == [(5, 2.5)]
+    assert list(run.warnings()) == [
+        (5, "odd"),
+        (5, "the loss spiked; rolled back to step None"),
+    ]
