@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training.run_files import read_lines
@@ -77,7 +77,7 @@ def _at(line: Any, keys: list[str]) -> Any:
     return line
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     """Whether a value can be drawn: a finite number, as our own lines hold alone."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and abs(value) <= _LARGEST
