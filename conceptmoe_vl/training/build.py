@@ -168,7 +168,10 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     if source is None:
         return Model(settings).float()
     if settings.vision is None or _base_config(source).vision is not None:
-        model, loading = Model.from_pretrained(source, config=settings, output_loading_info=True)
+        model, loading = Model.from_pretrained(
+            source, config=settings, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        _require_same_shapes(loading["mismatched_keys"], source)
         missing = set(loading["missing_keys"])
     else:
         model, text = Model(settings), Model.from_pretrained(source)
@@ -178,6 +181,17 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
         with _mistakes_of("model.chunk.target_ratios"):
             model.language_model.chunk.dial.start_at_calibration()
     return model.float()
+
+
+def _require_same_shapes(mismatched: Iterable[Any], source: str) -> None:
+    """Raises for the first weight that transformers has found in another shape: (name, shape in
+    the file, shape in the model).
+    """
+    for name, found, wanted in sorted(mismatched, key=str):
+        raise UserError(
+            f"model.init_from {source} has {name} {tuple(found)}, the configuration asks for "
+            f"{tuple(wanted)}; change model.text, model.chunk or model.vision"
+        )
 
 
 def _take_weights(model: Any, weights: dict[str, Any], source: str) -> set[str]:

@@ -17,6 +17,7 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import Trainer, TrainingConfig, World, distributed, verification
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
+from tests.training.test_train_program import program, write_config
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
@@ -241,3 +242,13 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypa
 def test_an_error_that_is_not_of_the_disk_stays_what_it_is():
     error = RuntimeError("shapes differ")
     assert distributed.of_disk(error) is error
+
+
+def test_a_start_of_other_shapes_is_one_line(tmp_path, capsys):
+    config_file = write_config(tmp_path)
+    assert program(config_file, "training.max_steps=1") == 0
+    start = f"model.init_from={tmp_path / 'run' / 'model'}"
+    other = (f"run_dir={tmp_path / 'other'}", "model.text.num_experts=8")
+    assert program(config_file, start, *other) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the configuration asks for (8, " in error
