@@ -49,7 +49,13 @@ def parse_choice(text: str, options: Sequence[str]) -> str:
     if len(bare) == 1 and bare.upper() in letters:
         return bare.upper()
     texts = [_comparable(option) for option in options]
-    equal = {letters[number] for number, option in enumerate(texts) if option == _comparable(text)}
+    wanted = _comparable(text)
+    # An empty answer is none of the options, not even one that is empty or a mere "+".
+    equal = {
+        letters[number]
+        for number, option in enumerate(texts)
+        if (wanted and option == wanted) or (text.strip() and text.strip() == options[number])
+    }
     if len(equal) == 1:
         return equal.pop()
     for found in (_DECLARED.finditer(text), _MARKED.finditer(text), _ALONE.finditer(text)):

@@ -85,3 +85,10 @@ def test_only_letters_of_options_or_nothing(text, count):
         "",
         *LETTERS[:count],
     }
+
+
+def test_an_empty_answer_is_no_option():
+    for answer in ("", " ", "."):
+        assert parse_choice(answer, ["cat", "+"]) == ""
+        assert parse_choice(answer, ["cat", ""]) == ""
+    assert parse_choice(" + ", ["-", "+"]) == "B"
