@@ -23,6 +23,8 @@ from .yaml_io import read_yaml
 _SECTIONS = ("text", "chunk", "vision")
 _VOCABULARY_MULTIPLE = 64
 _SHIFT = "language_model.chunk.dial.shift"
+# Weights that a configuration may add to those of `init_from`.
+_ADDED = tuple(f"language_model.{name}." for name in ("chunk", "to_concept", "from_concept"))
 
 
 def prepare_processor(
@@ -173,6 +175,10 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
         )
         _require_same_shapes(loading["mismatched_keys"], source)
         missing = set(loading["missing_keys"])
+        dropped = set(loading["unexpected_keys"])
+        if settings.vision is None:
+            dropped = {name for name in dropped if not name.startswith(("vision.", "projector."))}
+        _require_same_layers(missing, dropped, source)
     else:
         model, text = Model(settings), Model.from_pretrained(source)
         missing = _take_weights(model, text.state_dict(), source)
@@ -192,6 +198,26 @@ def _require_same_shapes(mismatched: Iterable[Any], source: str) -> None:
             f"model.init_from {source} has {name} {tuple(found)}, the configuration asks for "
             f"{tuple(wanted)}; change model.text, model.chunk or model.vision"
         )
+
+
+def _require_same_layers(missing: set[str], dropped: set[str], source: str) -> None:
+    """Raises where layers would be new, or weights of `init_from` be dropped.
+
+    New may be what chunking adds to a network: the router, ways into and out of another width,
+    joint decoding. Dropped may be another router.
+    """
+    for name in sorted(missing):
+        if not name.startswith(_ADDED) and ".joint." not in name:
+            raise UserError(
+                f"model.init_from {source} has no {name}, which the configuration asks for; "
+                "change model.text or model.vision"
+            )
+    for name in sorted(dropped):
+        if not name.startswith("language_model.chunk."):
+            raise UserError(
+                f"model.init_from {source} has {name}, which the configuration has no place for; "
+                "change model.text, model.chunk or model.vision"
+            )
 
 
 def _take_weights(model: Any, weights: dict[str, Any], source: str) -> set[str]:

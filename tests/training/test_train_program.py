@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import train
 from conceptmoe_vl import cli
+from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import Trainer, World, load_run_config
 from conceptmoe_vl.training import distributed as processes
 from conceptmoe_vl.training.build import build_model
@@ -357,6 +359,29 @@ def test_learned_thresholds_start_at_the_calibration_of_init_from(config_file, t
     found = torch.sigmoid(-10 * model.language_model.chunk.dial.shift)
     assert found.tolist() == pytest.approx([0.5, 0.3, 0.4])
     assert model.config.chunk.calibration is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.text.concept_layers=3", "has no language_model.concept.layers.1."),
+        ("model.text.decoder_layers=0", "has language_model.decoder.layers.0."),
+        ("model.vision.model_args.depth=3", "has no vision.model.blocks.1."),
+        ("model.chunk.router=linear", None),
+        ("model.chunk.joint_decoding_layers=1", None),
+    ],
+)
+def test_init_from_of_another_network_is_refused(config_file, tmp_path, override, message):
+    """R17: no layer is new or dropped without a word; what chunking adds may be new."""
+    assert program(config_file, "training.max_steps=1") == 0
+    folder = tmp_path / "run" / "model"
+    config = load_run_config(config_file, [f"model.init_from={folder}", override])
+    processor = AutoProcessor.from_pretrained(folder)
+    if message is None:
+        build_model(config, processor)
+        return
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_model(config, processor)
 
 
 def test_another_model_in_the_same_folder_is_refused(config_file, capsys):
