@@ -251,7 +251,7 @@ def _variant(chunk: dict[str, Any]) -> str:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is made")
-    parser.add_argument("--steps", type=int, default=80, help="of the long runs")
+    parser.add_argument("--steps", type=int, default=260, help="of the long runs")
     parser.add_argument("--pair-steps", type=int, default=30, help="of the short runs")
     parser.add_argument("--package", type=Path, help="folder of the files of the texts' package")
     parser.add_argument("--batches", type=int, default=8, help="held-out batches of 1,024 tokens")

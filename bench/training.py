@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,11 @@ def throughput(clock: Clock, repeats: int, rows: int = 4, length: int = 1024) ->
     return {kernel: 1 / pairs.speedup for kernel, pairs in found.items()}
 
 
-def by_length(clock: Clock, repeats: int, lengths: list[int], shape: Shape) -> dict[str, Any]:
-    """Speed-up of the matched configurations over the plain MoE, a row of one document."""
-    contestants = make_contestants(shape, [*VARIANTS])
+def by_length(
+    clock: Clock, repeats: int, lengths: list[int], shape: Shape, variants: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Speed-up of matched configurations (none named: all) over the plain MoE, one document."""
+    contestants = make_contestants(shape, [*(variants or VARIANTS)])
     results: dict[str, Any] = {"matching": matching(contestants)}
     for length in lengths:
         ids = torch.randint(0, shape.fields["vocab_size"], (1, length))
@@ -189,6 +191,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384])
+    parser.add_argument("--variants", nargs="+", default=[], choices=[*VARIANTS])
     parser.add_argument("--memory-length", type=int, default=32768)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -196,7 +199,9 @@ def main() -> None:
     clock = Clock("cpu", options.clock)
     runs: dict[str, Callable[[], Any]] = {
         "throughput": lambda: throughput(clock, options.repeats),
-        "length": lambda: by_length(clock, options.repeats, options.lengths, LENGTH_SHAPE),
+        "length": lambda: by_length(
+            clock, options.repeats, options.lengths, LENGTH_SHAPE, options.variants
+        ),
         "packing": lambda: packing(clock, options.repeats),
         "memory": lambda: memory(options.memory_length),
         "overhead": lambda: trainer_overhead(clock, options.repeats),
