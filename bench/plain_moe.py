@@ -101,15 +101,20 @@ def check_equal(ours: nn.Module, peer: nn.Module) -> float:
 
 
 def training_step(
-    model: nn.Module, ids: Tensor, autocast: bool, **arguments: bool
+    model: nn.Module, *batches: dict[str, Tensor], autocast: bool = True
 ) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    """An optimiser step over micro-batches, the balance loss included; in bfloat16 or float32."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    device = next(model.parameters()).device.type
+    # transformers' model adds its balance loss on request only.
+    arguments = {} if hasattr(model, "language_model") else {"output_router_logits": True}
 
     def step() -> None:
         model.train()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, **arguments).loss
-        loss.backward()
+        for batch in batches:
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+                loss = model(**batch, **arguments).loss / len(batches)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -208,10 +213,8 @@ def main() -> None:
         ids = torch.randint(0, SHAPE["vocab_size"], (4, 1024))
         for autocast in (False, True):
             name = f"training step 4 x 1,024 {'bfloat16' if autocast else 'float32'}"
-            steps = (
-                training_step(ours, ids, autocast),
-                training_step(peer, ids, autocast, output_router_logits=True),
-            )
+            batch = {"input_ids": ids, "labels": ids}
+            steps = [training_step(model, batch, autocast=autocast) for model in (ours, peer)]
             report(name, ids.numel(), *steps)
     if "prefill" in options.what:
         for length in options.lengths:

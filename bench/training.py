@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.inference_models import BASELINE, SHAPES, VARIANTS, Shape, make_contestants, matching
-from bench.plain_moe import SHAPE, check_equal, make_pair
+from bench.plain_moe import SHAPE, check_equal, make_pair, training_step
 from bench.timing import Clock, alternate
 from bench.training_overhead import overhead
 
@@ -39,25 +39,6 @@ EXPERT_KERNELS = ("grouped_mm", "eager")
 LENGTH_SHAPE = Shape(SHAPES["small"].fields, encoder=1, concept=4, decoder=1)
 # A packed row, and slots of a padded micro-batch, whose full logits must fit the memory.
 PACKING_ROW, PADDED_SLOTS = 16384, 8192
-
-
-def training_step(model: nn.Module, *batches: dict[str, Tensor]) -> Callable[[], None]:
-    """An optimiser step in bfloat16 autocast over micro-batches, the balance loss included."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    device = next(model.parameters()).device.type
-    # transformers' model adds its balance loss on request only.
-    arguments = {} if hasattr(model, "language_model") else {"output_router_logits": True}
-
-    def step() -> None:
-        model.train()
-        for batch in batches:
-            with torch.autocast(device, dtype=torch.bfloat16):
-                loss = model(**batch, **arguments).loss / len(batches)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def throughput(clock: Clock, repeats: int, rows: int = 4, length: int = 1024) -> dict[str, float]:

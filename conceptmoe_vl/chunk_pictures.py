@@ -251,16 +251,12 @@ def side_by_side(drawings: Sequence[Drawing], height: int = 512) -> Image.Image:
     return sheet
 
 
-def templates() -> Path:
-    """The folder of this package's templates."""
-    return Path(__file__).with_name("templates")
+def page_environment(*folders: Path) -> jinja2.Environment:
+    """Templates of these folders and of this package; all that is put into them is escaped."""
+    loader = jinja2.FileSystemLoader([*folders, Path(__file__).with_name("templates")])
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
 
 
 def page_of(model: str, prompts: Sequence[ShownPrompt]) -> str:
-    """One page of prompts; everything that is put into it is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates()),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("chunks.html").render(model=model, prompts=prompts)
+    """One page of prompts."""
+    return page_environment().get_template("chunks.html").render(model=model, prompts=prompts)

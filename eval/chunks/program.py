@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 from rich.progress import Progress
 
 from conceptmoe_vl.calibration import target_of
-from conceptmoe_vl.chunk_pictures import ShownPrompt, show_prompt, templates
+from conceptmoe_vl.chunk_pictures import ShownPrompt, page_environment, show_prompt
 from conceptmoe_vl.compression import MODALITIES
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
@@ -175,10 +174,7 @@ def _last_metrics(path: Path) -> dict[str, Any]:
 def _write(
     folder: Path, results: dict[str, Any], figures: list[str], shown: list[ShownPrompt]
 ) -> None:
-    loaders = [Path(__file__).with_name("templates"), templates()]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    environment = page_environment(Path(__file__).with_name("templates"))
     environment.globals |= {"number": _number, "interval": _interval}
     page = environment.get_template("report.html").render(
         results=results, figures=figures, prompts=shown
