@@ -7,6 +7,7 @@ that the gradient is that of one process that holds the whole batch (DESIGN.md 3
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,18 +95,10 @@ def auxiliary_losses(
         sums = sums * 0.0
     if across_ranks:
         sums = sum_over_ranks(sums)
-    parts = list(sums.split([part.numel() for part in parts]))
+    ratio_sums, *router_sums = sums.split([part.numel() for part in parts])
     # drawn ratios x modalities (text, image) x (sum of p, sum of b, tokens)
-    by_target, sample = parts[0][:-2].view(-1, 2, 3), parts[0][-2:]
-    balances, z_losses, loads, entropies = [], [], [], []
-    for index in range(len(routers)):
-        slots_E, probability_E, (z, tokens, entropy) = parts[1 + 3 * index : 4 + 3 * index]
-        load_E = slots_E / slots_E.sum().clamp(min=1)
-        # 1 for uniform routing, E when one expert takes all.
-        balances.append(load_E.numel() * (load_E * probability_E / tokens.clamp(min=1)).sum())
-        z_losses.append(z / tokens.clamp(min=1))
-        loads.append(load_E.float())
-        entropies.append((entropy / tokens.clamp(min=1)).detach().float())
+    by_target, sample = ratio_sums[:-2].view(-1, 2, 3), ratio_sums[-2:]
+    balances, z_losses, loads, entropies = _router_losses(router_sums)
     zero = sums.new_zeros(())
     counted_R23 = by_target.detach()
     counted = counted_R23.sum(0)
@@ -126,6 +119,26 @@ def auxiliary_losses(
         load_LE=loads,
         entropy_L=entropies,
     )
+
+
+def _router_losses(
+    sums: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Balance loss, z loss, load and mean entropy of every router.
+
+    Args:
+        sums: of each router its slots `[E]`, its probabilities `[E]`, and z, tokens and entropy.
+    """
+    balances, z_losses, loads, entropies = [], [], [], []
+    for slots_E, probability_E, scalars in zip(sums[::3], sums[1::3], sums[2::3], strict=True):
+        z, tokens, entropy = scalars
+        load_E = slots_E / slots_E.sum().clamp(min=1)
+        # 1 for uniform routing, E when one expert takes all.
+        balances.append(load_E.numel() * (load_E * probability_E / tokens.clamp(min=1)).sum())
+        z_losses.append(z / tokens.clamp(min=1))
+        loads.append(load_E.float())
+        entropies.append((entropy / tokens.clamp(min=1)).detach().float())
+    return balances, z_losses, loads, entropies
 
 
 def _tokens_per_concept(sums: Tensor) -> Tensor:

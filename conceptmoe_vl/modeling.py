@@ -7,6 +7,7 @@ loss.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -314,18 +315,8 @@ class ConceptMoEVLForConditionalGeneration(
         output.chunks.ratio = losses.tokens_per_concept
         output.chunks.ratio_by_modality = losses.ratio_by_modality
         output.chunks.ratio_by_target = losses.ratio_by_target
-        loads = iter(losses.load_LE)
-        output.expert_load = {
-            stage: torch.stack([next(loads) for _ in layers])
-            for stage, layers in states.routers.items()
-            if layers
-        }
-        entropies = iter(losses.entropy_L)
-        output.router_entropy = {
-            stage: torch.stack([next(entropies) for _ in layers])
-            for stage, layers in states.routers.items()
-            if layers
-        }
+        output.expert_load = _by_stage(losses.load_LE, states.routers)
+        output.router_entropy = _by_stage(losses.entropy_L, states.routers)
         output.ratio_loss, output.balance_loss = losses.ratio, losses.balance
         output.router_z_loss = losses.router_z
         if labels is None:
@@ -341,6 +332,16 @@ class ConceptMoEVLForConditionalGeneration(
             + text.balance_loss_weight * output.balance_loss
             + text.router_z_loss_weight * output.router_z_loss
         )
+
+
+def _by_stage(each_L: Iterable[Tensor], routers: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+    """Values of the executed MoE layers, stacked by the stages that have any."""
+    each = iter(each_L)
+    return {
+        stage: torch.stack([next(each) for _ in layers])
+        for stage, layers in routers.items()
+        if layers
+    }
 
 
 def _chunk_output(states: LanguageModelOutput, layout: PackedLayout) -> ChunkOutput:

@@ -85,6 +85,14 @@ class TextConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_attention()
+        self._check_experts()
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
+        self.concept_schedule  # noqa: B018  (checks concept_loops)
+
+    def _check_counts(self) -> None:
         for name in (
             "vocab_size",
             "hidden_size",
@@ -100,6 +108,14 @@ class TextConfig:
                 isinstance(value, int) and value > 0,
                 f"text.{name} is {value!r}; give a positive integer",
             )
+        for name in ("encoder_layers", "concept_layers", "decoder_layers", "num_shared_experts"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value >= 0,
+                f"text.{name} is {value!r}; give an integer of 0 or more",
+            )
+
+    def _check_attention(self) -> None:
         if self.head_dim is None:
             require(
                 self.hidden_size % self.num_attention_heads == 0,
@@ -116,12 +132,10 @@ class TextConfig:
             f"text.num_attention_heads {self.num_attention_heads} is no multiple of "
             f"text.num_key_value_heads {self.num_key_value_heads}",
         )
-        for name in ("encoder_layers", "concept_layers", "decoder_layers", "num_shared_experts"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and value >= 0,
-                f"text.{name} is {value!r}; give an integer of 0 or more",
-            )
+        require_choice("text", "qk_norm_over", self.qk_norm_over, ("head", "all_heads"))
+        require_choice("text", "attention_bias", self.attention_bias, ("none", "qkv", "all"))
+
+    def _check_experts(self) -> None:
         for stage, experts, chosen in (
             ("", self.num_experts, self.num_experts_per_tok),
             ("concept_", self.experts_of_concepts, self.experts_per_concept),
@@ -131,17 +145,12 @@ class TextConfig:
                 f"text.{stage}num_experts_per_tok is {chosen}, "
                 f"but text.{stage}num_experts is {experts}",
             )
-        require_choice("text", "qk_norm_over", self.qk_norm_over, ("head", "all_heads"))
-        require_choice("text", "attention_bias", self.attention_bias, ("none", "qkv", "all"))
         for name in ("shared_intermediate_size", "shared_expert_gate"):
             require(
                 not getattr(self, name) or self.num_shared_experts > 0,
                 f"text.{name} is {getattr(self, name)!r}, but text.num_shared_experts is 0; set it "
                 "to 1",
             )
-        if self.rope_scaling is not None:
-            check_rope_scaling(self.rope_scaling)
-        self.concept_schedule  # noqa: B018  (checks concept_loops)
 
     @property
     def width_of_shared(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -12,126 +11,12 @@ from conceptmoe_vl.files import written_whole
 
 from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smoothed
 from .runs import Run, read_runs
+from .subjects import LOSSES, Curve, subjects_of
 
-_STAGES = ("encoder", "concept", "decoder")
-_LOSSES = "Losses"  # whose axes can be switched
 _SWITCH = (
     '<input type="checkbox" id="logarithmic"> '
     '<label class="switch" for="logarithmic">logarithmic axes, where all values are above 0</label>'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """A field of a chart: `path` as in `Run.series`; a target is drawn beside it, dashed."""
-
-    label: str
-    path: str
-    target: str = ""
-    smooth: bool = True
-    dots: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """One chart: title, its fields, and a note."""
-
-    title: str
-    curves: list[Curve]
-    note: str = ""
-
-
-def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
-    """Charts by section; those without values in any run are left out when drawn."""
-    sources = sorted({key for run in runs for key in run.keys("lm_loss_by_source")})
-    parts = sorted({key for run in runs for key in run.keys("lr_by_part")})
-    drawn = sorted({key for run in runs for key in run.keys("ratio_by_target")})
-    held_out = Curve("held-out", "held_out/lm_loss", smooth=False, dots=True)
-    both = ("image", "text")
-    return {
-        _LOSSES: [
-            Subject("Language loss", [Curve("training", "lm_loss"), held_out]),
-            Subject("Total loss", [Curve("loss", "loss")]),
-            Subject("Language loss by modality", [Curve(m, f"lm_loss_{m}") for m in both]),
-            Subject(
-                "Language loss by source", [Curve(s, f"lm_loss_by_source/{s}") for s in sources]
-            ),
-            Subject(
-                "Ratio loss",
-                [Curve("ratio loss", "ratio_loss")],
-                "1 at its target; unweighted",
-            ),
-            Subject("Balance loss", [Curve("balance loss", "balance_loss")], "1 is balanced"),
-            Subject("Norm of the gradient", [Curve("before clipping", "grad_norm")]),
-        ],
-        "Compression": [
-            Subject("Tokens per concept", [Curve("all tokens", "ratio", "target_ratio")]),
-            Subject(
-                "Tokens per concept by modality",
-                [Curve(m, f"ratio_{m}", f"target_ratio_{m}") for m in both],
-            ),
-            Subject(
-                "Tokens per concept by drawn ratio",
-                [Curve(f"R = {ratio}", f"ratio_by_target/{ratio}") for ratio in drawn],
-            ),
-            Subject(
-                "Confidence of boundaries",
-                [Curve(m, f"boundary_confidence_{m}") for m in both],
-                "mean |p - 1/2| where no boundary is forced",
-            ),
-            Subject(
-                "Documents without a boundary",
-                [Curve(m, f"documents_without_boundary_{m}") for m in both],
-                "share; forced ones do not count",
-            ),
-            Subject(
-                "Documents where every token is one",
-                [Curve(m, f"documents_all_boundary_{m}") for m in both],
-                "share; forced ones do not count",
-            ),
-        ],
-        "Experts": [
-            Subject(
-                f"Load of {stage} experts",
-                [Curve(kind, f"expert_load/{stage}/{kind}") for kind in ("max", "min")],
-                "share of the fair load; 1 is balanced",
-            )
-            for stage in _STAGES
-        ]
-        + [
-            Subject(
-                "Entropy of the routers",
-                [Curve(stage, f"router_entropy/{stage}") for stage in _STAGES],
-                "of a token's choice; 1 is uniform",
-            ),
-        ],
-        "Schedules": [
-            Subject(
-                "Learning rate",
-                [
-                    Curve("rate", "lr", smooth=False),
-                    *(Curve(part, f"lr_by_part/{part}", smooth=False) for part in parts),
-                ],
-            ),
-            Subject("Noise", [Curve("tau", "tau", smooth=False)]),
-            Subject(
-                "Weight of the ratio loss", [Curve("lambda", "ratio_loss_weight", smooth=False)]
-            ),
-            Subject("Threshold of p", [Curve("threshold", "boundary_threshold", smooth=False)]),
-        ],
-        "Speed": [
-            Subject("Tokens per second", [Curve("all ranks", "tokens_per_second")]),
-            Subject("Concepts per second", [Curve("all ranks", "concepts_per_second")]),
-            Subject("Pictures per second", [Curve("all ranks", "images_per_second")]),
-            Subject(
-                "Model FLOPs utilisation",
-                [Curve("share", "model_flops_utilization")],
-                "share of what the devices could do",
-            ),
-            Subject("Share of time spent waiting for data", [Curve("share", "data_wait_share")]),
-            Subject("Peak memory, bytes of rank 0", [Curve("bytes", "peak_memory", smooth=False)]),
-        ],
-    }
 
 
 def _lines(runs: list[Run], curves: list[Curve]) -> list[Line]:
@@ -222,15 +107,15 @@ def page(runs: list[Run], smoothing: float) -> str:
         else "Lines are the values themselves. "
     ) + "The x axis counts optimiser steps."
     sections = []
-    for name, subjects in _subjects(runs).items():
+    for name, subjects in subjects_of(runs).items():
         charts = "".join(
             Chart(
-                each.title, _lines(runs, each.curves), smoothing, each.note, name == _LOSSES
+                each.title, _lines(runs, each.curves), smoothing, each.note, name == LOSSES
             ).html()
             for each in subjects
         )
         if charts:
-            switch = _SWITCH if name == _LOSSES else ""
+            switch = _SWITCH if name == LOSSES else ""
             drawn = f'<div class="charts">{charts}</div>'
             sections.append(f"<section><h2>{escape(name)}</h2>{switch}{drawn}</section>")
     frame = (
