@@ -19,7 +19,6 @@ conceptmoe_vl_runtime.setup()
 import argparse
 import contextlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from conceptmoe_vl.conversion.converting import convert, plan_conversion, write_
 from conceptmoe_vl.conversion.reading import Checkpoint
 from conceptmoe_vl.conversion.settings import ConversionSettings
 from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
+from conceptmoe_vl.resident_memory import peak_resident_bytes
 from conceptmoe_vl.tokenizing import train_tokenizer
 
 # Widths of Qwen3-30B-A3B, fewer and smaller layers.
@@ -144,20 +144,11 @@ def measure(source: Path, place: Path, rounds: int) -> dict[str, float]:
     return figures
 
 
-def peak_bytes() -> int:
-    """Most resident bytes that this process has had (Linux)."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    if found is None:
-        raise SystemExit("error: /proc/self/status has no VmHWM; memory is measured on Linux")
-    return int(found[1]) * 1024
-
-
 def measure_memory(source: Path, target: Path) -> int:
     """Bytes that converting adds to a process's peak. Call it in a process of its own."""
-    before = peak_bytes()
+    before = peak_resident_bytes()
     convert(source, target)
-    return peak_bytes() - before
+    return peak_resident_bytes() - before
 
 
 def _in_own_process(source: Path, target: Path) -> int:

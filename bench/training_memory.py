@@ -18,12 +18,12 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from bench.plain_moe import SHAPE, make_pair
+from conceptmoe_vl.resident_memory import peak_resident_bytes, resident_bytes
 
 # Where a tensor is saved: the innermost of these modules.
 _COMPONENTS = re.compile(
@@ -31,14 +31,6 @@ _COMPONENTS = re.compile(
 )
 _REST = "embedding, norm, head and loss"
 MEGABYTE = 2**20
-
-
-def _status_kilobytes(name: str) -> int:
-    """A figure of /proc/self/status (Linux)."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
-    if found is None:
-        raise RuntimeError(f"no {name} in /proc/self/status")
-    return int(found[1])
 
 
 @contextmanager
@@ -103,14 +95,14 @@ def measure_peak(who: str, length: int, checkpointing: bool) -> dict[str, object
         return found
 
     step(256)  # gradients, and kernels that are made at their first use
-    before = _status_kilobytes("VmRSS")
+    before = resident_bytes()
     step(length)
-    peak = _status_kilobytes("VmHWM")
+    peak = peak_resident_bytes()
     saved = step(min(length, 4096), count=True)
     scale = length / min(length, 4096) / MEGABYTE
     weights = sum(parameter.numel() for parameter in model.parameters())
     return {
-        "peak_mb": round((peak - before) / 1024),
+        "peak_mb": round((peak - before) / MEGABYTE),
         "saved_mb": {name: round(count * scale) for name, count in saved.items()},
         "weights_and_gradients_mb": round(8 * weights / MEGABYTE),
     }

@@ -7,11 +7,11 @@ once, after their sums over all ranks are known.
 from __future__ import annotations
 
 import collections
-import resource
-import sys
 from typing import Any
 
 import torch
+
+from conceptmoe_vl.resident_memory import peak_resident_bytes
 
 from .distributed import gather_objects, sum_over_ranks
 
@@ -250,5 +250,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident_bytes()

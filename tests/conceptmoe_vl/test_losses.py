@@ -116,15 +116,15 @@ def test_long_rows_never_hold_all_logits(labelled):
 PEAK = """
 import torch
 from tests.conceptmoe_vl.test_losses import long_batch
-from tests.peak_memory import peak_kilobytes
+from conceptmoe_vl.resident_memory import peak_resident_bytes
 from tests.tiny import tiny_model
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = tiny_model(vision=None, text={"vocab_size": 32768}).train()
 model(**long_batch(256, 128, 10, 32768)).loss.backward()
-before = peak_kilobytes()
+before = peak_resident_bytes()
 model(**long_batch(16384, 128, 100, 32768)).loss.backward()
-print((peak_kilobytes() - before) // 1024)
+print((peak_resident_bytes() - before) >> 20)
 """
 
 
