@@ -14,6 +14,7 @@ from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smooth
 from .runs import Run, read_runs
 
 _STAGES = ("encoder", "concept", "decoder")
+_GIB = 2.0**30
 _LOSSES = "Losses"  # whose axes can be switched
 _SWITCH = (
     '<input type="checkbox" id="logarithmic"> '
@@ -23,13 +24,16 @@ _SWITCH = (
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A field of a chart: `path` as in `Run.series`; a target is drawn beside it, dashed."""
+    """A field of a chart: `path` as in `Run.series`, drawn in units of `unit`; a target is drawn
+    beside it, dashed.
+    """
 
     label: str
     path: str
     target: str = ""
     smooth: bool = True
     dots: bool = False
+    unit: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,10 @@ def _subjects(runs: list[Run]) -> dict[str, list[Subject]]:
                 "share of what the devices could do",
             ),
             Subject("Share of time spent waiting for data", [Curve("share", "data_wait_share")]),
-            Subject("Peak memory, bytes of rank 0", [Curve("bytes", "peak_memory", smooth=False)]),
+            Subject(
+                "Peak memory of rank 0, GiB",
+                [Curve("memory", "peak_memory", smooth=False, unit=_GIB)],
+            ),
         ],
     }
 
@@ -142,7 +149,7 @@ def _lines(runs: list[Run], curves: list[Curve]) -> list[Line]:
             alone = len(runs) == 1
             label = curve.label if alone else f"{run.name}: {curve.label}"
             colour, dash = (index, 0) if alone else (number_of_run, index)
-            points = run.series(curve.path)
+            points = [(step, value / curve.unit) for step, value in run.series(curve.path)]
             lines.append(
                 Line(label, points, colour, dash, curve.smooth, curve.dots, framed=curve.dots)
             )
@@ -166,15 +173,16 @@ def _table(runs: list[Run], smoothing: float) -> str:
         seconds = run.last("seconds")
         speeds = sorted(value for _, value in run.series("tokens_per_second"))
         memory = run.last("peak_memory")
+        counts = [run.last(name) for name in ("step", "samples", "tokens")]
         cells: list[float | str | None] = [
-            *(run.last(name) for name in ("step", "samples", "tokens")),
+            *(None if count is None else f"{count:,.0f}" for count in counts),
             None if seconds is None else seconds / 3600,
             loss[-1][1] if loss else None,
             run.last("held_out/lm_loss"),
             ratio[-1][1] if ratio else None,
             run.last("target_ratio"),
             speeds[len(speeds) // 2] if speeds else None,
-            None if memory is None else f"{memory / 2**30:.2f} GiB",
+            None if memory is None else f"{memory / _GIB:.2f} GiB",
             run.last("nonfinite_steps"),
             sum(1 for _ in run.warnings()),
         ]
