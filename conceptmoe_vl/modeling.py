@@ -211,7 +211,11 @@ class ConceptMoEVLForConditionalGeneration(
         step = cache is not None and packed.layout.max_length == 1 and packed.layout.has_past
         statistics = not step or labels is not None or torch.is_grad_enabled()
         states = self.language_model(x_TD, packed.layout, kinds, cache, compression, statistics)
-        output = ConceptMoEVLOutput(cache=cache, chunks=_chunk_output(states, packed.layout))
+        forced_T = kinds.forced_T
+        if self.config.chunk.router == "none":
+            forced_T = torch.ones_like(forced_T)
+        chunks = _chunk_output(states, packed.layout, forced_T)
+        output = ConceptMoEVLOutput(cache=cache, chunks=chunks)
         if return_states:
             output.states = states.hidden_TD
         if statistics:
@@ -344,12 +348,15 @@ def _by_stage(each_L: Iterable[Tensor], routers: Mapping[str, Sequence[Any]]) ->
     }
 
 
-def _chunk_output(states: LanguageModelOutput, layout: PackedLayout) -> ChunkOutput:
+def _chunk_output(
+    states: LanguageModelOutput, layout: PackedLayout, forced_T: Tensor
+) -> ChunkOutput:
     carried = states.concepts.carried
     read_T = states.concepts.read_T - carried if carried else states.concepts.read_T
     return ChunkOutput(
         boundary_prob=states.boundaries.probability_T,
         boundary_mask=states.boundaries.mask_T,
+        boundary_forced=forced_T,
         concept_index=read_T.clamp(min=-1),
         cu_seqlens=layout.cu_seqlens,
     )

@@ -15,7 +15,8 @@ class ChunkOutput(ModelOutput):
     """The chunking of one call, in the packed order.
 
     Attributes:
-        boundary_prob: `[T]` float32 p. boundary_mask: `[T]` bool b.
+        boundary_prob: `[T]` float32 p. boundary_mask: `[T]` bool b. boundary_forced: `[T]` bool,
+            boundaries that are set and not decided; with the router `none` all are.
         concept_index: `[T]` concept that each token reads, counted in this call; -1: one of an
             earlier call.
         cu_seqlens: `[G + 1]` document offsets.
@@ -26,6 +27,7 @@ class ChunkOutput(ModelOutput):
 
     boundary_prob: Tensor | None = None
     boundary_mask: Tensor | None = None
+    boundary_forced: Tensor | None = None
     concept_index: Tensor | None = None
     cu_seqlens: Tensor | None = None
     ratio: Tensor | None = None

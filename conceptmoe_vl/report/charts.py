@@ -12,6 +12,7 @@ from .runs import Points
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 240, 56, 10, 10, 26
 MOST_POINTS = 400  # of one drawn line
+_CHARACTER = 7  # width of a digit, in the drawing's units
 _CLIPPED = 0.005  # share of values at either end that may lie beyond the frame
 _DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 2", "12 4")
 
@@ -113,11 +114,24 @@ class Scale:
         return (self.high - value) / (self.high - self.low)
 
 
-def number(value: float) -> str:
-    """Short text of a number."""
+def number(value: float, digits: int = 4) -> str:
+    """Short text of a number: of 4 digits at most 7 characters, which is what fits beside an axis
+    (8 with a sign).
+    """
     if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.3g}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def labels(values: list[float]) -> list[str]:
+    """Short texts of an axis' values, with as many digits as tell them apart."""
+    texts: list[str] = []
+    for digits in range(4, 10):
+        texts = [number(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 class Chart:
@@ -175,7 +189,7 @@ class Chart:
             for _, value in line.points
         )
         notes = [self.note] if self.note else []
-        notes += [f"{beyond} values beyond the frame"] if beyond else []
+        notes += [f"values beyond the frame: {beyond}"] if beyond else []
         svg = (
             f'<div class="view {name}"><small>{escape("; ".join(notes))}</small>'
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
@@ -192,16 +206,18 @@ class Chart:
 
     def _axes(self) -> str:
         parts = []
-        for value in self._y.ticks():
+        values, steps = self._y.ticks(), ticks(*self._x)
+        for value, text in zip(values, labels(values), strict=True):
             _, y = self._place(self._x[0], value)
             parts.append(
                 f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
-                f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>'
+                f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{text}</text>'
             )
-        for step in ticks(*self._x):
+        for step, text in zip(steps, labels(steps), strict=True):
             x, _ = self._place(step, self._y.low)
+            room = WIDTH - _CHARACTER * len(text) / 2  # the last one stands at the frame's end
             parts.append(
-                f'<text x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{number(step)}</text>'
+                f'<text x="{min(x, room)}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>'
             )
         return "".join(parts)
 

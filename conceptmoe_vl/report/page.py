@@ -11,7 +11,7 @@ from conceptmoe_vl.files import written_whole
 
 from .charts import HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, number, smoothed
 from .runs import Run, read_runs
-from .subjects import LOSSES, Curve, subjects_of
+from .subjects import GIB, LOSSES, Curve, subjects_of
 
 _SWITCH = (
     '<input type="checkbox" id="logarithmic"> '
@@ -27,7 +27,7 @@ def _lines(runs: list[Run], curves: list[Curve]) -> list[Line]:
             alone = len(runs) == 1
             label = curve.label if alone else f"{run.name}: {curve.label}"
             colour, dash = (index, 0) if alone else (number_of_run, index)
-            points = run.series(curve.path)
+            points = [(step, value / curve.unit) for step, value in run.series(curve.path)]
             lines.append(
                 Line(label, points, colour, dash, curve.smooth, curve.dots, framed=curve.dots)
             )
@@ -51,15 +51,16 @@ def _table(runs: list[Run], smoothing: float) -> str:
         seconds = run.last("seconds")
         speeds = sorted(value for _, value in run.series("tokens_per_second"))
         memory = run.last("peak_memory")
+        counts = [run.last(name) for name in ("step", "samples", "tokens")]
         cells: list[float | str | None] = [
-            *(run.last(name) for name in ("step", "samples", "tokens")),
+            *(None if count is None else f"{count:,.0f}" for count in counts),
             None if seconds is None else seconds / 3600,
             loss[-1][1] if loss else None,
             run.last("held_out/lm_loss"),
             ratio[-1][1] if ratio else None,
             run.last("target_ratio"),
             speeds[len(speeds) // 2] if speeds else None,
-            None if memory is None else f"{memory / 2**30:.2f} GiB",
+            None if memory is None else f"{memory / GIB:.2f} GiB",
             run.last("nonfinite_steps"),
             sum(1 for _ in run.warnings()),
         ]

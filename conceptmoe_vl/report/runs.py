@@ -65,7 +65,7 @@ class Run:
             number = line.get("nonfinite_steps")
             if _is_number(number) and number > skipped:
                 skipped = number
-                yield step, f"{skipped} steps so far skipped as not finite"
+                yield step, f"steps skipped so far as not finite: {skipped}"
         for line in self.rollbacks:
             if _is_number(line.get("step")):
                 yield line["step"], f"the loss spiked; rolled back to step {line.get('to_step')}"

@@ -8,18 +8,22 @@ from .runs import Run
 
 LOSSES = "Losses"  # whose axes can be switched
 _STAGES = ("encoder", "concept", "decoder")
+GIB = 2.0**30
 _MODALITIES = ("image", "text")
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A field of a chart: `path` as in `Run.series`; a target is drawn beside it, dashed."""
+    """A field of a chart: `path` as in `Run.series`, drawn in units of `unit`; a target is drawn
+    beside it, dashed.
+    """
 
     label: str
     path: str
     target: str = ""
     smooth: bool = True
     dots: bool = False
+    unit: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,5 +140,8 @@ def _speed() -> list[Subject]:
             "share of what the devices could do",
         ),
         Subject("Share of time spent waiting for data", [Curve("share", "data_wait_share")]),
-        Subject("Peak memory, bytes of rank 0", [Curve("bytes", "peak_memory", smooth=False)]),
+        Subject(
+            "Peak memory of rank 0, GiB",
+            [Curve("memory", "peak_memory", smooth=False, unit=GIB)],
+        ),
     ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _REFRESHES = 1.0  # a second; each takes a few milliseconds of one core
@@ -50,9 +50,9 @@ def _written(value: float, how: str) -> str:
     return f"{value / 2**30:.2f} GiB" if how == "GiB" else format(value, how)
 
 
-def figures(metrics: dict[str, Any]) -> dict[str, str]:
-    """By row, its figures in one line; those without a number are left out."""
-    lines = {}
+def figures(metrics: dict[str, Any]) -> dict[str, list[str]]:
+    """By row, its figures with their names; those without a number are left out."""
+    rows = {}
     for row, fields in _ROWS.items():
         parts = [
             f"{name} {_written(metrics[field], how)}"
@@ -60,8 +60,29 @@ def figures(metrics: dict[str, Any]) -> dict[str, str]:
             if isinstance(metrics.get(field), (int, float))
         ]
         if parts:
-            lines[row] = "   ".join(parts)
-    return lines
+            rows[row] = parts
+    return rows
+
+
+class _Figures:
+    """Figures beside each other, as many in a line as there is room for.
+
+    Args:
+        parts: which are not broken: a name stays with its number.
+    """
+
+    def __init__(self, parts: list[str]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts:
+            longer = f"{line}   {part}" if line else part
+            if line and len(longer) > options.max_width:
+                yield Text(line)
+                longer = part
+            line = longer
+        yield Text(line)
 
 
 class LiveView:
@@ -74,13 +95,14 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._metrics: dict[str, Any] = {}
         self._warnings: collections.deque[str] = collections.deque(maxlen=_WARNINGS)
+        whole = Column(no_wrap=True)  # where it is narrow, the bar alone shrinks
         self._progress = Progress(
             TextColumn("step {task.fields[step]}"),
             BarColumn(None),
             TextColumn("{task.percentage:3.0f}%"),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(whole),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=whole),
             console=console,
             expand=True,
         )
@@ -109,8 +131,8 @@ class LiveView:
 
     def _drawn(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        for row, line in figures(self._metrics).items():
-            table.add_row(Text(row, style="bold"), Text(line))
+        for row, parts in figures(self._metrics).items():
+            table.add_row(Text(row, style="bold"), _Figures(parts))
         for text in tuple(self._warnings):
             table.add_row(Text("warning", style="bold yellow"), Text(text, overflow="ellipsis"))
         return Group(self._progress.get_renderable(), table)

@@ -72,12 +72,12 @@ class StepStatistics:
             self._entropy[stage].append(entropy.double().cpu())
 
     def _count_chunks(self, batch: Any, chunks: Any) -> torch.Tensor:
-        """`[2, counts]` of one micro-batch, by modality; forced boundaries are those of p = 1."""
+        """`[2, counts]` of one micro-batch, by modality."""
         is_image = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         if self._image_token_id is not None:
             is_image = batch.input_ids == self._image_token_id
         boundary, probability = chunks.boundary_mask, chunks.boundary_prob.detach().double()
-        free, ones = probability < 1, torch.ones_like(probability)
+        free, ones = ~chunks.boundary_forced, torch.ones_like(probability)
         rows = (ones, boundary, free, free & boundary, (probability - 0.5).abs() * free)
         of_modality = torch.stack((~is_image, is_image)).double()
         if self._detailed:

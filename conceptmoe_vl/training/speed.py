@@ -3,8 +3,7 @@
 Model FLOPs are those of `conceptmoe_vl.flops` for what the batches really held: the lengths of the
 documents (attention maps grow with their squares), the concepts that the router made of them, the
 supervised positions that the head is computed for, and the sizes of the pictures. Neither what is
-recomputed to save memory counts, nor a filler batch. A backward pass is twice the forward one in
-components with trained weights, and once in those that gradients only pass through.
+recomputed to save memory counts, nor a filler batch. What a backward pass costs is in `passes`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.flops import COMPONENTS, Flops, forward_flops
@@ -21,21 +19,8 @@ from conceptmoe_vl.vision_cost import vision_work
 
 from .config import TrainingConfig
 from .distributed import World, sum_over_ranks
+from .passes import passes
 from .peak_speed import find_peak
-
-# In the order of computation: gradients reach a component if one at or before it is trained.
-_MODULES = {
-    "vision": "vision.",
-    "projector": "projector.",
-    "embedding": "embed_tokens.",
-    "encoder": "language_model.encoder.",
-    "chunk": "language_model.chunk.",
-    "concept": "language_model.concept.",
-    "dechunk": "language_model.from_concept.",
-    "decoder": "language_model.decoder.",
-    "head": "lm_head.",
-}
-assert tuple(_MODULES) == COMPONENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +38,6 @@ class Work:
     pictures: float = 0.0
     patches: float = 0.0
     patch_squares: float = 0.0
-
-
-def passes(model: nn.Module) -> dict[str, int]:
-    """By component: forward passes that forward and backward together cost, 1 to 3."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    result, reached = {}, False
-    for component, prefix in _MODULES.items():
-        is_trained = any(prefix in name for name in trained)
-        reached = reached or is_trained
-        result[component] = 1 + reached + is_trained
-    if any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
-        result["head"] = 3  # perhaps tied to the embedding
-    return result
 
 
 def model_flops(config: ConceptMoEVLConfig, work: Work) -> dict[str, Flops]:
@@ -157,6 +129,9 @@ class Speed:
         if self._config is None:
             return speed
         flops = model_flops(self._config, work)
-        total = sum(each.total * self._passes[name] for name, each in flops.items())
+        total = sum(
+            each.rest * self._passes[name].rest + each.maps * self._passes[name].maps
+            for name, each in flops.items()
+        )
         speed["model_flops_per_second"] = total / seconds
         return {**speed, "model_flops_utilization": total / seconds / peak}

@@ -72,6 +72,8 @@ def test_at_threshold_zero_every_token_is_a_boundary(training, several):
     assert not plain.boundary_mask.all()
     assert chunks.boundary_mask.all()
     assert (chunks.boundary_prob == 1).all()
+    assert torch.equal(chunks.boundary_forced, plain.boundary_forced)  # decided all the same
+    assert 0 < plain.boundary_forced.sum() < len(plain.boundary_forced)
 
 
 def test_a_threshold_decides_at_its_place_and_moves_p_to_one_half():

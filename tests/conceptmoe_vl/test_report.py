@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from conceptmoe_vl.report import write_report
 from conceptmoe_vl.report.__main__ import main
-from conceptmoe_vl.report.charts import Chart, Line, log_ticks, smoothed, thinned, ticks
+from conceptmoe_vl.report.charts import (
+    WIDTH,
+    Chart,
+    Line,
+    labels,
+    log_ticks,
+    number,
+    smoothed,
+    thinned,
+    ticks,
+)
 from conceptmoe_vl.report.runs import read_runs
 
 EVIL = "<script>alert('x')</script>&\"</figure>"
@@ -36,6 +46,7 @@ def write_run(folder, steps: int = 30, source: str = "books", evaluate: bool = T
             "lr": 1e-3,
             "expert_load": {"concept": {"max": 1.5, "min": 0.5}},
             "nonfinite_steps": int(step >= 3),
+            "peak_memory": 3 * 2**30,
             "tokens_per_second": 100.0,
             **({"warnings": [f"too few {source}"]} if step == 7 else {}),
         }
@@ -66,8 +77,45 @@ def test_one_run(tmp_path, capsys):
     assert "weight 0.9" in text
     for part in ("all tokens, target", "held-out", "too few books", "rolled back to step 10"):
         assert part in text
-    assert "1 steps so far skipped as not finite" in text
+    assert "steps skipped so far as not finite: 1" in text
     assert not re.search(r'(src|href)="|url\(http|@import|https?://', text)  # self-contained
+
+
+def test_memory_is_drawn_in_gib_and_counts_are_written_out(tmp_path):
+    run = write_run(tmp_path / "run", steps=2000)
+    assert main([str(run), "--smoothing", "0"]) == 0
+    text = (run / "report.html").read_text()
+    memory = text.split("<figcaption>Peak memory of rank 0, GiB</figcaption>")[1]
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', memory)[0])
+    assert data["lines"][0]["points"][0] == [1, 3.0]
+    assert "<td>2,000</td><td>8,000</td><td>200,000</td>" in text
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.25e-5, 4e-4, 0.03, 1.0, 9e4, 1.9e9, 1.7e12])
+def test_the_texts_of_axes_lie_inside_the_drawing(scale):
+    points = [(step, scale * (1 + step / 500)) for step in range(1, 1001)]
+    drawing = Chart("t", [Line("a", points, 0)], 0.9).html()
+    texts = re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="(\w+)">(.*?)</text>', drawing)
+    assert texts[-1][2] == "1,000"
+    for x, anchor, text in texts:
+        width = 7 * len(text)
+        right = float(x) + (width / 2 if anchor == "middle" else 0)
+        assert right - width >= 0, text
+        assert right <= WIDTH, text
+
+
+def test_numbers_are_short_and_those_of_an_axis_differ():
+    assert [number(value) for value in (0, 0.5, 1.25e-5, 1.75e9, 1e6, 999_999, -3e-4)] == [
+        *("0", "0.5", "1.25e-5", "1.75e9", "1e6", "999,999", "-3e-4")
+    ]
+    assert labels([1.0, 1.0001, 1.0002]) == ["1", "1.0001", "1.0002"]
+    assert labels([0.0, 2e-4]) == ["0", "2e-4"]
+
+
+def test_a_chart_is_no_wider_than_a_small_page(tmp_path):
+    assert main([str(write_run(tmp_path / "run"))]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "minmax(min(24rem, 100%), 1fr)" in text
 
 
 def test_several_runs_are_told_apart(tmp_path):

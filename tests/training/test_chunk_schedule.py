@@ -216,16 +216,16 @@ def test_warnings_are_said_and_written(tmp_path, capsys):
 
 
 def test_metrics_by_modality_count_what_is_not_forced(tmp_path):
-    """Forced every boundary, or none: all counts by hand."""
+    """Every token a boundary, by a router that is certain, or none: all counts by hand."""
     run = trainer(tmp_path, {})
     original = run.engine.forward
 
     def forced(share: float):
         def forward(**inputs):
             out = original(**inputs)
-            free = out.chunks.boundary_prob < 1
+            free = ~out.chunks.boundary_forced
             out.chunks.boundary_mask = ~free | torch.full_like(free, share == 1)
-            out.chunks.boundary_prob = torch.where(free, 0.4, out.chunks.boundary_prob)
+            out.chunks.boundary_prob = torch.where(free, share, out.chunks.boundary_prob)
             return out
 
         return forward
@@ -235,8 +235,18 @@ def test_metrics_by_modality_count_what_is_not_forced(tmp_path):
         found = run.step()
         for modality in ("image", "text"):
             assert found[f"boundary_share_{modality}"] == share
-            assert found[f"boundary_confidence_{modality}"] == pytest.approx(0.1)
+            assert found[f"boundary_confidence_{modality}"] == 0.5
             assert found[f"documents_without_boundary_{modality}"] == 1 - share
             assert found[f"documents_all_boundary_{modality}"] == share
         # 4 documents of 9 patches; one boundary an image is forced
         assert found["ratio_image"] == (1 if share else 9)
+
+
+def test_a_fixed_router_fires_and_without_a_router_nothing_is_decided(tmp_path):
+    fixed = trainer(tmp_path / "fixed", {}, {"steps": 2}, router="fixed").step()
+    for modality in ("image", "text"):
+        assert 0.3 < fixed[f"boundary_share_{modality}"] < 0.7
+        assert fixed[f"documents_without_boundary_{modality}"] == 0
+    plain = trainer(tmp_path / "none", {}, {"steps": 2}, router="none").step()
+    assert plain["ratio"] == 1
+    assert plain["boundary_share_text"] is plain["boundary_confidence"] is None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 
 import pytest
 from rich.console import Console
 
-from conceptmoe_vl.training.live_view import figures
+from conceptmoe_vl.training.live_view import LiveView, figures
 from conceptmoe_vl.training.progress import Reporter
 
 METRICS = {
@@ -28,9 +29,9 @@ METRICS = {
 
 def test_figures_leave_out_what_has_no_number():
     assert figures(METRICS) == {
-        "losses": "total 2.5000   language 2.2500   norm 0.5",
-        "concepts": "tokens each 2.00   target 2.00",
-        "speed": "tokens/s 12,345   MFU 31.2%   data wait 1.2%   memory 3.00 GiB",
+        "losses": ["total 2.5000", "language 2.2500", "norm 0.5"],
+        "concepts": ["tokens each 2.00", "target 2.00"],
+        "speed": ["tokens/s 12,345", "MFU 31.2%", "data wait 1.2%", "memory 3.00 GiB"],
     }
 
 
@@ -54,6 +55,19 @@ def test_the_view_of_a_terminal_keeps_figures_and_the_last_warnings(terminal):
     for text in ("step 8", " 50%", "language 1.2500", "tokens/s 12,345", "step 4: something began"):
         assert text in shown
     assert "step 1: something" not in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_names_stay_with_their_numbers_and_times_are_whole_at_every_width(width):
+    view, paper = LiveView(Console(file=io.StringIO())), io.StringIO()
+    view.show({**METRICS, "step": 123_456}, 0.25)
+    view.close()
+    Console(file=paper, width=width).print(view._drawn())
+    lines = paper.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert re.search(r"step 123456 .* 25% 0:00:0\d left (-:--:--|0:00:0\d)", lines[0])
+    shown = [part for row in figures(METRICS).values() for part in row]
+    assert all(any(part in line for line in lines) for part in shown)
 
 
 def test_the_view_ends_its_thread_and_gives_the_cursor_back(terminal):

@@ -10,8 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from conceptmoe_vl import experts, modeling
 from conceptmoe_vl.training import TrainingConfig, World
+from conceptmoe_vl.training.lora import LoraSection
+from conceptmoe_vl.training.passes import passes
 from conceptmoe_vl.training.peak_speed import find_peak
-from conceptmoe_vl.training.preparing import freeze
+from conceptmoe_vl.training.preparing import freeze, prepare_model
 from conceptmoe_vl.training.speed import Speed
 from data_pipelines.batch import PackedBatch
 from tests.tiny import image_inputs, make_document, tiny_model
@@ -90,12 +92,8 @@ WIDE = {"hidden_size": 64, "encoder_layers": 2, "concept_layers": 3, "decoder_la
         ("native", [((2, 3), 200), ((4, 4), 50), (90,)]),
     ],
 )
-@pytest.mark.parametrize("frozen", [[], ["vision"]])
-def test_flops_of_a_step_are_those_of_torchs_counter(vision, documents, frozen):
-    if frozen and vision is None:
-        pytest.skip("there is no tower to freeze")
+def test_flops_of_a_step_are_those_of_torchs_counter(vision, documents):
     model = tiny_model(text=WIDE, vision=vision, noise="none").train()
-    freeze(model, TrainingConfig(max_steps=1, freeze=frozen))
     batch = batch_of(*documents, native=vision == "native")
     speed = Speed(model, WORLD, TrainingConfig(max_steps=1, peak_flops=PEAK))
     out = model(**batch.model_inputs())
@@ -110,6 +108,51 @@ def test_flops_of_a_step_are_those_of_torchs_counter(vision, documents, frozen):
     pictures = sum(not isinstance(part, int) for parts in documents for part in parts)
     assert found["images_per_second"] == pictures / 2
     assert found["data_wait_share"] == 0.25
+
+
+ALIGN = ["vision", "chunk", "experts", "embedding", "rest"]
+SOME_LAYERS = {"encoder": 1, "concept": [0, 1], "decoder": [0, 0]}
+FIRST_LAYERS = {"encoder": 2, "concept": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"freeze": ["vision"]}, 0.02),
+        ({"freeze": ALIGN}, 0.02),
+        ({"freeze": ["experts"]}, 0.02),
+        ({"freeze": ["rest"]}, 0.02),
+        ({"freeze_layers": SOME_LAYERS}, 0.02),
+        (
+            {
+                "freeze_layers": FIRST_LAYERS,
+                "freeze": ["vision", "projector", "embedding", "chunk"],
+            },
+            0.03,
+        ),
+        # Adapters themselves are left out.
+        ({"lora": LoraSection(rank=1, targets=["attention"])}, 0.03),
+        ({"lora": LoraSection(rank=1, targets=["attention", "experts"])}, 0.03),
+    ],
+)
+def test_what_is_frozen_costs_no_gradient(settings, tolerance):
+    if "lora" in settings:
+        pytest.importorskip("peft")
+    model = tiny_model(text=WIDE, vision="plain", noise="none").train()
+    prepare_model(model, TrainingConfig(max_steps=1, **settings))
+    batch = batch_of(("image", 200), (50,), ("image", "image", 90))
+    speed = Speed(model, WORLD, TrainingConfig(max_steps=1, peak_flops=PEAK))
+    speed.look(batch, model(**batch.model_inputs()))
+    speed.add(1.0, 0.0)
+    found = speed.take()["model_flops_per_second"]
+    assert found == pytest.approx(counted(model, batch), rel=tolerance)
+
+
+def test_looped_layers_count_as_often_as_they_are_passed():
+    loops = {**WIDE, "concept_loops": [[1, 1, 3]]}
+    model = tiny_model(text=loops, noise="none")
+    freeze(model, TrainingConfig(max_steps=1, freeze_layers={"concept": [1, 1]}))
+    assert passes(model)["concept"].rest == pytest.approx(2 + 2 / 5)  # 2 of 5 passes are trained
 
 
 def test_counts_start_anew_after_each_line_and_leave_filler_out():
