@@ -16,17 +16,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
-from conceptmoe_vl.conversion.converting import check_target, written_beside
+from conceptmoe_vl.conversion.converting import (
+    GENERATION,
+    check_target,
+    read_generation,
+    written_beside,
+)
 from conceptmoe_vl.conversion.reading import DTYPES, VALUE_BYTES
 from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.generation_settings import changed_generation
 from conceptmoe_vl.processing import ConceptMoEVLProcessor
 
 from .build import model_config
-from .config import RunConfig, load_run_config
+from .config import ModelSection, RunConfig, load_run_config
 from .distributed import World
 from .run_files import read_manifest, step_of
 from .saved_state import SavedState, SavedTensor, read_state
@@ -49,7 +56,8 @@ def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -
     if damage is not None:
         raise UserError(damage)
     run, processor = _run_of(checkpoint)
-    config, generation = model_config(run.model, processor), run.model.generation
+    config = model_config(run.model, processor)
+    generation = _generation_of(run.model, config)
     saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
     write_model(saved, config, out, processor, generation, max_shard_bytes)
 
@@ -76,12 +84,20 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
     return run, ConceptMoEVLProcessor.from_pretrained(folder / "processor")
 
 
+def _generation_of(section: ModelSection, config: ConceptMoEVLConfig) -> GenerationConfig:
+    """As the run's own export has it: that of `init_from`, changed by the section's."""
+    before = GenerationConfig.from_model_config(config)
+    if section.init_from is not None and (Path(section.init_from) / GENERATION).is_file():
+        before = read_generation(Path(section.init_from))
+    return changed_generation(before, section.generation, "model.generation")
+
+
 def write_model(
     saved: SavedState,
     config: ConceptMoEVLConfig,
     out: Path,
     processor: ConceptMoEVLProcessor | None = None,
-    generation: dict[str, Any] | None = None,
+    generation: GenerationConfig | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes `out` whole, and only if it loads as what the checkpoint holds.
@@ -97,7 +113,8 @@ def write_model(
     with torch.device("meta"):
         model = Model(config)
     tensors = [_new_tensor(name, saved[name]) for name in fitting(model, saved)]
-    model.generation_config.update(**(generation or {}))
+    if generation is not None:
+        model.generation_config = generation
     config.update({"dtype": torch.float32, "architectures": [Model.__name__]})
     with written_beside(out) as folder:
         write_weights(tensors, folder, max_shard_bytes, lambda _: None)

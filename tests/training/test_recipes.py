@@ -25,7 +25,7 @@ from conceptmoe_vl.conversion.converting import convert
 from conceptmoe_vl.conversion.settings import ConversionSettings
 from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor
 from conceptmoe_vl.training import load_run_config
-from conceptmoe_vl.training.engine import read_deepspeed_config
+from conceptmoe_vl.training.deepspeed_settings import read_deepspeed_config
 from conceptmoe_vl.training.parts import part_of
 from data_pipelines import DataConfig
 from tests.checkpoints import make_source, save_source
@@ -45,7 +45,8 @@ BEFORE = {
 }
 SHORT, MIDDLE, LONG = 64, 512, 2048  # stand for 4,096, 32,768 and 131,072 tokens
 TINY = (
-    *("training.engine=torch", "training.device=cpu", "training.threads=1"),
+    *("training.engine=torch", "training.deepspeed=null"),
+    *("training.device=cpu", "training.threads=1"),
     *("training.max_steps=3", "training.gradient_accumulation_steps=1", "training.log_every=1"),
     *("training.checkpoint_at_end=false", "data.num_workers=0", "evaluation.batches=1"),
 )
