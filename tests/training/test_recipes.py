@@ -48,7 +48,7 @@ TINY = (
     *("training.engine=torch", "training.deepspeed=null"),
     *("training.device=cpu", "training.threads=1"),
     *("training.max_steps=3", "training.gradient_accumulation_steps=1", "training.log_every=1"),
-    *("training.checkpoint_at_end=false", "data.num_workers=0", "evaluation.batches=1"),
+    *("training.checkpoint_at_end=false", "data.num_workers=0"),
 )
 TEXT = (
     "{hidden_size: 32, encoder_layers: 1, concept_layers: 1, decoder_layers: 1, "
@@ -117,7 +117,7 @@ class Runs:
             text = [f"model.text={TEXT}", "model.tokenizer={vocab_size: 300}"]
             text += ["model.chunk.joint_decoding_layers=1", "data.held_out=0.3"]
             return [*text, f"data.shards={self.shards('text')}", f"data.tokens_per_batch={SHORT}"]
-        if name.startswith("long"):
+        if name.startswith("long"):  # without held-out data
             length, long = (MIDDLE, "long") if name.endswith("32k") else (LONG, "longer")
             sources = [
                 {"name": "long", "shards": self.shards(long), "weight": 0.7},
