@@ -65,7 +65,7 @@ def held_out_batches(
     given, training = config.evaluation.data, dict(config.data)
     if "shards" in given or "sources" in given:  # in place of those of training
         training = {key: training[key] for key in training.keys() - {"shards", "sources"}}
-    settings = DataConfig.from_mapping({**training, **plain, **given})
+    settings = DataConfig.from_mapping(given, {**training, **plain})
     is_mixture = any(each.weight for each in settings.source_configs)
     order = {"shuffle": True} if is_mixture else {"epochs": 1}
     settings = dataclasses.replace(settings, **{**order, **given})

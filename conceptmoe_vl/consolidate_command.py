@@ -27,6 +27,11 @@ def add_command(commands: Any) -> None:
         metavar="SIZE",
         help="largest file of weights, such as 500MB (default: %(default)s)",
     )
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="write the adapters of training.lora too, unmerged, as PeftModel loads them",
+    )
     parser.set_defaults(run=consolidate)
 
 
@@ -40,6 +45,8 @@ def consolidate(arguments: argparse.Namespace) -> int:
     from conceptmoe_vl.conversion.command import shard_bytes
     from conceptmoe_vl.training.consolidate import consolidate as write
 
-    write(Path(arguments.checkpoint), Path(arguments.out), shard_bytes(arguments.max_shard_size))
+    adapter = None if arguments.adapter is None else Path(arguments.adapter)
+    size = shard_bytes(arguments.max_shard_size)
+    write(Path(arguments.checkpoint), Path(arguments.out), size, adapter)
     print(f"model written to {arguments.out}")
     return 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any
+
+from conceptmoe_vl.errors import UserError
 
 
 def check_known_keys(given: Any, known: Any, where: str) -> None:
@@ -26,6 +30,26 @@ def require(condition: bool, message: str) -> None:
 def require_choice(section: str, name: str, value: Any, choices: tuple) -> None:
     """Raises `ValueError` unless the field has one of these values."""
     require(value in choices, f"{section}.{name} is {value!r}; choose one of {list(choices)}")
+
+
+def refuse_idle(section: Any, where: str, names: Iterable[str], because: str) -> None:
+    """Raises `UserError` for the first field that is not its default although it has no effect.
+
+    A run must not differ from what its configuration says. Defaults pass: a resolved configuration
+    holds all fields.
+
+    Args:
+        section: a dataclass. names: its fields that have no effect.
+        because: why, and what to set instead.
+    """
+    for field in dataclasses.fields(section):
+        value, made = getattr(section, field.name), field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        if field.name in names and value != default:
+            raise UserError(
+                f"{where}.{field.name} is {value!r}, which has no effect: {because}, or leave it "
+                "out"
+            )
 
 
 # Parameters of each kind of rope scaling; the first ones must be given.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,24 @@ def written_whole(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what killed processes have left of `path` in `written_whole`."""
+    for left in path.parent.glob(f".{path.name}.????????.tmp"):
+        left.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on the disk, where that can be known."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no such call
+            raise
+    finally:
+        os.close(opened)
 
 
 def sha256_of(path: str | Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import refuse_idle
 from conceptmoe_vl.images import MAX_PIXELS
 from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.mixing import SourceConfig, all_text, parse_sources
@@ -143,17 +144,42 @@ class DataConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"data.{name} is {value!r}; give an integer of {least} or more")
 
+    def _check_effect(self, given: set[str]) -> None:
+        """Refuses of the given fields what others leave without effect."""
+        for idle, names, because in (
+            (self.augment == "none", {"max_shift"}, "data.augment is none; set it"),
+            (
+                self.on_error != "limit",
+                {"max_skips", "max_skip_share"},
+                f"data.on_error is {self.on_error}; set data.on_error=limit",
+            ),
+            (
+                self.max_skips is not None,
+                {"max_skip_share"},
+                f"data.max_skips is {self.max_skips}; set that to null",
+            ),
+        ):
+            if idle:
+                refuse_idle(self, "data", names & given, because)
+
     @classmethod
-    def from_mapping(cls, values: Any) -> DataConfig:
+    def from_mapping(cls, values: Any, base: dict | None = None) -> DataConfig:
         """The configuration of a mapping.
 
+        Args:
+            base: what `values` are laid over.
+
         Raises:
-            UserError: it is no mapping, a key is unknown (the nearest is named), or a value wrong.
+            UserError: it is no mapping, a key is unknown (the nearest is named), a value wrong, or
+                one of `values` without effect.
         """
         if not isinstance(values, dict):
             raise UserError(f"configuration section 'data' is {values!r}; give a mapping")
+        merged = {**(base or {}), **values}
         try:
-            check_known_keys(values, [field.name for field in dataclasses.fields(cls)], "data")
+            check_known_keys(merged, [field.name for field in dataclasses.fields(cls)], "data")
         except ValueError as error:
             raise UserError(str(error)) from error
-        return cls(**values)
+        config = cls(**merged)
+        config._check_effect(set(values))
+        return config

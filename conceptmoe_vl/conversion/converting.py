@@ -35,16 +35,13 @@ from conceptmoe_vl.conversion.vocabulary import (
 )
 from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.generation_settings import leave_out_sampling
 from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor
 from conceptmoe_vl.training.run_files import replace_folder
 
 REPORT = "conversion.json"
 GENERATION = "generation_config.json"
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "top_h"),
-    *("typical_p", "epsilon_cutoff", "eta_cutoff"),
-)
 _DTYPE_NAMES = {value: name for name, value in DTYPES.items()}
 
 
@@ -209,10 +206,7 @@ def read_generation(folder: Path) -> GenerationConfig:
         return GenerationConfig()
     try:
         generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        if generation.do_sample is not True:
-            for name in _SAMPLING:
-                if hasattr(generation, name):
-                    setattr(generation, name, None)
+        leave_out_sampling(generation)
         generation.validate(strict=True)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(

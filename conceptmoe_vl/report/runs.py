@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -116,7 +115,7 @@ def _read_run(folder: Path, name: str) -> Run:
 def _read(path: Path) -> list[dict]:
     try:
         lines = read_lines(path)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise UserError(f"cannot read {path}: {error}") from error
     wrong = [number for number, line in enumerate(lines, start=1) if not isinstance(line, dict)]
     if wrong:

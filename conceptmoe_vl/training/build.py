@@ -13,10 +13,12 @@ from transformers import AutoTokenizer
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.generation_settings import changed_generation
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor, train_tokenizer
 
 from .config import ModelSection, RunConfig
 from .distributed import World, raise_together, share_from_main, wait_for_all
+from .idle_settings import check_effect
 from .run_files import LINES, checkpoints_in, recover_folders, replace_folder, set_seed
 from .yaml_io import read_yaml
 
@@ -143,6 +145,7 @@ def model_config(section: ModelSection, processor: ConceptMoEVLProcessor) -> Con
         rounded = -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         section.text = {**section.text, "vocab_size": rounded}
     config = _model_config(section, processor.special_token_ids)
+    check_effect(section, config)
     if config.text.vocab_size < tokens:
         raise UserError(
             f"model.text.vocab_size is {config.text.vocab_size}, but the tokenizer has {tokens} "
@@ -168,7 +171,7 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     settings, source = model_config(config.model, processor), config.model.init_from
     set_seed(config.training.seed)
     if source is None:
-        return Model(settings).float()
+        return _with_generation(Model(settings), config.model)
     if settings.vision is None or _base_config(source).vision is not None:
         model, loading = Model.from_pretrained(
             source, config=settings, output_loading_info=True, ignore_mismatched_sizes=True
@@ -186,6 +189,13 @@ def build_model(config: RunConfig, processor: ConceptMoEVLProcessor) -> Any:
     if _SHIFT in missing and settings.chunk.calibration is not None:
         with _mistakes_of("model.chunk.target_ratios"):
             model.language_model.chunk.dial.start_at_calibration()
+    return _with_generation(model, config.model)
+
+
+def _with_generation(model: Any, section: ModelSection) -> Any:
+    """The model in float32, with the section's settings of generation."""
+    before = model.generation_config
+    model.generation_config = changed_generation(before, section.generation, "model.generation")
     return model.float()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.files import sync
 
 from .config import TrainingConfig
 from .distributed import World, gather_objects, raise_together, share_from_main, wait_for_all
@@ -68,17 +69,23 @@ def save_checkpoint(
     if world.is_main:
         manifest = {"format": FORMAT, **layout_of(config, world), "counters": counters}
         write_json(beside / "manifest.json", {**manifest, "files": files})
+        folders = (path for path in beside.rglob("*") if path.is_dir())
+        for path in (beside / "manifest.json", *folders, beside):
+            sync(path)
         replace_folder(beside, target)
-        write_text(folder / "latest", target.name + "\n")
-        remove_old_checkpoints(folder, config.keep_checkpoints, config.keep_every)
+        sync(folder)  # before an older one is removed
+        _end_saving(target, config)
     wait_for_all()
     return target
 
 
 def find_checkpoint(
-    folder: Path, resume: str, world: World, say: Callable[[str], None]
+    folder: Path, config: TrainingConfig, world: World, say: Callable[[str], None]
 ) -> Path | None:
     """The whole checkpoint that `training.resume` means. Collective.
+
+    `auto` also ends what a run killed behind its newest one has not: `latest` names it, and those
+    that are not kept go.
 
     Args:
         say: prints a line about damaged checkpoints, which `auto` puts aside as `damaged-step-N`.
@@ -86,6 +93,7 @@ def find_checkpoint(
     Raises:
         UserError: a path that is no checkpoint or is damaged, or no checkpoint of several is whole.
     """
+    resume = config.resume
     if resume == "never":
         return None
     if resume != "auto":
@@ -104,7 +112,16 @@ def find_checkpoint(
     )
     for name in left:
         say(f"{folder / name} was left half-written by a killed run; it is not used")
-    return newest_whole(found, world, say)
+    newest = newest_whole(found, world, say)
+    if newest is not None and world.is_main:
+        _end_saving(newest, config)
+    return newest
+
+
+def _end_saving(newest: Path, config: TrainingConfig) -> None:
+    """What is left to do when a checkpoint stands under its name."""
+    write_text(newest.with_name("latest"), newest.name + "\n")
+    remove_old_checkpoints(newest.parent, config.keep_checkpoints, config.keep_every)
 
 
 def newest_whole(found: list[Path], world: World, say: Callable[[str], None]) -> Path | None:
@@ -113,23 +130,29 @@ def newest_whole(found: list[Path], world: World, say: Callable[[str], None]) ->
     Raises:
         UserError: all are damaged.
     """
-    damage = None
+    damaged: dict[Path, str] = {}
+    whole = None
     for path in reversed(found):
         damage = damage_of(path, world)
         if damage is None:
-            return path
+            whole = path
+            break
+        damaged[path] = damage
+    if damaged and whole is not None and world.is_main:
+        write_text(whole.with_name("latest"), whole.name + "\n")
+    for path, damage in damaged.items():
         aside = path.with_name(f"damaged-{path.name}")
         say(f"warning: {damage}; it is put aside as {aside.name}, and the one before it is used")
         if world.is_main:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-        wait_for_all()
-    if damage is not None:
+    wait_for_all()
+    if damaged and whole is None:
         raise UserError(
             f"no checkpoint in {found[0].parent} is whole; the last: {damage}. Start a new run "
             "(another run_dir)"
         )
-    return None
+    return whole
 
 
 def require_unused(run_dir: Path) -> None:
@@ -149,6 +172,7 @@ def checkpoint_before(
     found = share_from_main(checkpoints_in(folder))
     path = newest_whole([each for each in found if step_of(each) < step], world, say)
     if path is not None and world.is_main:
+        write_text(folder / "latest", path.name + "\n")
         for later in found:
             if step_of(later) >= step:
                 remove_checkpoint(later)

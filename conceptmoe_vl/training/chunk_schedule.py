@@ -14,6 +14,7 @@ from conceptmoe_vl.chunk import THRESHOLD, ChunkModule
 from conceptmoe_vl.chunk_values import ChunkValues
 from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import refuse_idle
 
 from .checks import require, require_share
 
@@ -51,6 +52,8 @@ class ChunkSchedule:
         require_share(self, where, "ratio_fraction", "tau_fraction", "ratio_loss_weight_fraction")
         for name in ("ratio", "tau", "ratio_loss_weight"):
             start = getattr(self, f"{name}_start")
+            if start is None:
+                refuse_idle(self, where, (f"{name}_fraction",), f"there is no {name}_start; set it")
             require(
                 start is None or getattr(self, f"{name}_fraction") > 0,
                 f"{where}.{name}_start is {start}, which has no effect: {name}_fraction is 0; "
@@ -61,10 +64,8 @@ class ChunkSchedule:
             threshold is None or 0 <= threshold <= THRESHOLD,
             f"{where}.threshold_start is {threshold}; give 0 to {THRESHOLD}",
         )
-        require(
-            threshold is None or self.ratio_start is not None,
-            f"{where}.threshold_start has no effect without ratio_start; set ratio_start",
-        )
+        if self.ratio_start is None:
+            refuse_idle(self, where, ("threshold_start",), "there is no ratio_start; set it")
 
     @property
     def is_idle(self) -> bool:

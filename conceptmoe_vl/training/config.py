@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import refuse_idle
 
 from .checks import require as _require
 from .checks import require_known as _require_known
-from .checks import require_number
 from .chunk_schedule import ChunkSchedule
+from .config_checks import check_training
 from .health import SpikeConfig
-from .loggers import LOGGERS
 from .lora import LoraSection
-from .parts import LAYER_STACKS, PARTS, RATED_PARTS, layer_range
 from .watch import WatchConfig
 from .yaml_io import parse_yaml, read_yaml, write_yaml
-
-_MOST_THREADS = 4096  # torch aborts where the system gives no more
 
 
 @dataclasses.dataclass
@@ -51,6 +48,11 @@ class TokenizerSection:
     vocab_size: int = 8192
     max_samples: int = 20000
 
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            because = "model.tokenizer.path names a saved tokenizer; set that to null"
+            refuse_idle(self, "model.tokenizer", ("vocab_size", "max_samples"), because)
+
 
 @dataclasses.dataclass
 class ModelSection:
@@ -63,7 +65,8 @@ class ModelSection:
         text, chunk, vision: fields of `ConceptMoEVLConfig`; `vision: null` is a text-only model.
             When `text.vocab_size` is absent it is the tokenizer's length, rounded up to a multiple
             of 64.
-        generation: settings saved as `generation_config.json` in the exported model.
+        generation: settings saved as `generation_config.json` in the exported model: fields of
+            transformers' `GenerationConfig`.
     """
 
     init_from: str | None = None
@@ -74,6 +77,14 @@ class ModelSection:
     generation: dict = dataclasses.field(
         default_factory=lambda: {"max_new_tokens": 64, "do_sample": False}
     )
+
+    def __post_init__(self) -> None:
+        path = self.tokenizer.path
+        _require(
+            self.init_from is None or path is None,
+            f"model.tokenizer.path is {path}, which has no effect: model.init_from brings its own "
+            "tokenizer; leave one of them out",
+        )
 
 
 @dataclasses.dataclass
@@ -176,79 +187,7 @@ class TrainingConfig:
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("engine", ("deepspeed", "torch")),
-            ("device", ("auto", "cpu", "cuda")),
-            ("precision", ("bfloat16", "float32")),
-            ("schedule", ("cosine", "wsd")),
-            ("activation_checkpointing", (False, True, "selective")),
-        ):
-            value = getattr(self, name)
-            _require(
-                value in choices, f"training.{name} is {value!r}; choose one of {list(choices)}"
-            )
-        _require(
-            self.max_steps is not None or self.max_minutes is not None,
-            "the run has no end: set training.max_steps or training.max_minutes",
-        )
-        for name in ("max_steps", "max_minutes", "timeout_minutes", "peak_flops"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"training.{name} is {value}; it must be above 0")
-        for name in ("gradient_accumulation_steps", "log_every", "max_nonfinite_steps"):
-            _require(
-                getattr(self, name) >= 1,
-                f"training.{name} is {getattr(self, name)}; it must be 1 or more",
-            )
-        for name in (
-            "learning_rate",
-            "weight_decay",
-            "gradient_clipping",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "keep_every",
-        ):
-            _require(
-                getattr(self, name) >= 0,
-                f"training.{name} is {getattr(self, name)}; it must not be negative",
-            )
-        for name in ("warmup_fraction", "decay_fraction", "final_learning_rate"):
-            _require(
-                0 <= getattr(self, name) <= 1,
-                f"training.{name} is {getattr(self, name)}; give 0 to 1",
-            )
-        _require(
-            len(self.betas) == 2
-            and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in self.betas),
-            f"training.betas is {self.betas}; give two numbers from 0 to below 1",
-        )
-        require_number(self.epsilon, "training.epsilon", 0, inclusive=False)
-        for name, most in (("seed", 2**32 - 1), ("threads", _MOST_THREADS)):
-            value = getattr(self, name)
-            _require(0 <= value <= most, f"training.{name} is {value}; give 0 to {most}")
-        _require_known(self.part_learning_rates, RATED_PARTS, "training.part_learning_rates")
-        for part, rate in self.part_learning_rates.items():
-            require_number(rate, f"training.part_learning_rates.{part}", 0)
-        _require_known(self.freeze, PARTS, "training.freeze")
-        _require_known(self.freeze_layers, LAYER_STACKS, "training.freeze_layers")
-        for stack, layers in self.freeze_layers.items():
-            _require(
-                layer_range(layers) is not None,
-                f"training.freeze_layers.{stack} is {layers!r}; give the number of first layers, "
-                "or [first, last]",
-            )
-        status = self.stopped_exit_status
-        _require(
-            status is None or 1 <= status <= 255,
-            f"training.stopped_exit_status is {status}; give 1 to 255",
-        )
-        _require(
-            not self.keep_every
-            or (self.checkpoint_every > 0 and self.keep_every % self.checkpoint_every == 0),
-            f"training.keep_every is {self.keep_every}, but checkpoints are written every "
-            f"{self.checkpoint_every} steps (training.checkpoint_every); give a multiple",
-        )
-        _require_known(self.loggers, LOGGERS, "training.loggers")
-        _require_known(self.logger_options, self.loggers, "training.logger_options")
+        check_training(self)
 
 
 @dataclasses.dataclass
@@ -278,6 +217,9 @@ class EvaluationSection:
             f"evaluation.every is {self.every}, but there is no held-out data; set "
             "evaluation.data, or leave it out",
         )
+        if self.data is None:
+            because = "there is no held-out data; set evaluation.data"
+            refuse_idle(self, "evaluation", ("batches",), because)
         _require(self.batches >= 1, f"evaluation.batches is {self.batches}; it must be 1 or more")
         _require(self.every >= 0, f"evaluation.every is {self.every}; it must not be negative")
 

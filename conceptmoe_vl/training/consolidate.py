@@ -3,6 +3,7 @@
 Notable:
 - a tensor is put together from the files of all ranks when it is written, so that writing takes the
   memory of the largest tensor; the optimiser's moments are not read;
+- adapters are merged, which takes the memory of the model;
 - the folder is loaded, compared with the checkpoint bit for bit and run on a few tokens before it
   gets its name; that takes the memory of the model.
 """
@@ -16,41 +17,67 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from conceptmoe_vl.configuration import ConceptMoEVLConfig
-from conceptmoe_vl.conversion.converting import check_target, written_beside
+from conceptmoe_vl.conversion.converting import (
+    GENERATION,
+    check_target,
+    read_generation,
+    written_beside,
+)
 from conceptmoe_vl.conversion.reading import DTYPES, VALUE_BYTES
 from conceptmoe_vl.conversion.writing import Computed, NewTensor, write_weights
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.generation_settings import changed_generation
 from conceptmoe_vl.processing import ConceptMoEVLProcessor
 
 from .build import model_config
-from .config import RunConfig, load_run_config
+from .config import ModelSection, RunConfig, load_run_config
 from .distributed import World
-from .run_files import read_manifest, step_of
-from .saved_state import SavedState, SavedTensor, read_state
+from .lora import LoraSection, add_adapters, merge_adapters, save_adapters
+from .run_files import read_manifest
+from .saved_state import WEIGHT, SavedState, SavedTensor, read_state
 from .verification import damage_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PROBE = 16  # tokens of the forward pass of the finished model
 
 
-def consolidate(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -> None:
+def consolidate(
+    checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9, adapter: Path | None = None
+) -> None:
     """Writes the model of `RUN/checkpoints/step-N` as a folder for `from_pretrained`.
 
-    Configuration and processor are those that the run has written beside its checkpoints.
+    Configuration and processor are those that the run has written beside its checkpoints. Adapters
+    (`training.lora`) are merged.
+
+    Args:
+        adapter: folder for the adapters alone, which `PeftModel` loads; None writes none.
 
     Raises:
-        UserError: no checkpoint, a damaged one, one of another model, or `out` exists.
+        UserError: no checkpoint, a damaged one, one of another model, a folder exists, or `adapter`
+            is given for a run without adapters.
     """
-    check_target(out, checkpoint)
+    for folder in (out, adapter):
+        if folder is not None:
+            check_target(folder, checkpoint)
     damage = damage_of(checkpoint, World(0, 1, 0, torch.device("cpu")))
     if damage is not None:
         raise UserError(damage)
     run, processor = _run_of(checkpoint)
-    config, generation = model_config(run.model, processor), run.model.generation
+    config = model_config(run.model, processor)
+    generation, lora = _generation_of(run.model, config), run.training.lora
     saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
+    if adapter is not None and not lora.rank:
+        raise UserError(f"{checkpoint} has no adapters (training.lora); leave --adapter out")
+    if lora.rank:
+        model, weights = adapted_model(saved, config, lora, run.model.init_from)
+        if adapter is not None:
+            with written_beside(adapter) as folder:
+                save_adapters(model, weights, lora, folder)
+        saved = merged_state(model, weights, lora)
     write_model(saved, config, out, processor, generation, max_shard_bytes)
 
 
@@ -63,11 +90,6 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
                 "RUN/checkpoints/step-N"
             )
     run = load_run_config(folder / "config.yaml")
-    if run.training.lora.rank:
-        raise UserError(
-            f"{checkpoint} has adapters (training.lora), which this does not merge; the run's own "
-            f"command does, with training.max_steps={step_of(checkpoint)}"
-        )
     if run.model.init_from is not None and not Path(run.model.init_from).is_dir():
         raise UserError(
             f"the run's model.init_from is {run.model.init_from}, which is no folder here; its "
@@ -76,12 +98,51 @@ def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
     return run, ConceptMoEVLProcessor.from_pretrained(folder / "processor")
 
 
+def _generation_of(section: ModelSection, config: ConceptMoEVLConfig) -> GenerationConfig:
+    """As the run's own export has it: that of `init_from`, changed by the section's."""
+    before = GenerationConfig.from_model_config(config)
+    if section.init_from is not None and (Path(section.init_from) / GENERATION).is_file():
+        before = read_generation(Path(section.init_from))
+    return changed_generation(before, section.generation, "model.generation")
+
+
+def adapted_model(
+    saved: SavedState, config: ConceptMoEVLConfig, lora: LoraSection, base: str | None = None
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model with its adapters, without memory of its own, and its weights by name.
+
+    Args:
+        base: folder of the model that the adapters were trained on.
+
+    Raises:
+        UserError: see `fitting`, or peft is not installed.
+    """
+    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration as Model
+
+    with torch.device("meta"):
+        model = Model(config)
+        add_adapters(model, lora)
+    model.name_or_path = base or ""
+    names = fitting(model, saved)
+    each = {name: saved[name].whole() for name in set(names.values())}  # tied ones are one tensor
+    return model, {name: each[own] for name, own in names.items()}
+
+
+def merged_state(
+    model: nn.Module, weights: dict[str, torch.Tensor], lora: LoraSection
+) -> SavedState:
+    """What a model has whose adapters are merged."""
+    merged = merge_adapters(model, weights, lora).state_dict()
+    pieces = {name: {WEIGHT: [tensor.reshape(-1)]} for name, tensor in merged.items()}
+    return SavedState({}, {n: SavedTensor(tuple(merged[n].shape), pieces[n]) for n in merged})
+
+
 def write_model(
     saved: SavedState,
     config: ConceptMoEVLConfig,
     out: Path,
     processor: ConceptMoEVLProcessor | None = None,
-    generation: dict[str, Any] | None = None,
+    generation: GenerationConfig | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes `out` whole, and only if it loads as what the checkpoint holds.
@@ -96,8 +157,10 @@ def write_model(
     transformers_logging.disable_progress_bar()
     with torch.device("meta"):
         model = Model(config)
-    tensors = [_new_tensor(name, saved[name]) for name in fitting(model, saved)]
-    model.generation_config.update(**(generation or {}))
+    own = fitting(model, saved)
+    tensors = [_new_tensor(name, saved[name]) for name in own if own[name] == name]
+    if generation is not None:
+        model.generation_config = generation
     config.update({"dtype": torch.float32, "architectures": [Model.__name__]})
     with written_beside(out) as folder:
         write_weights(tensors, folder, max_shard_bytes, lambda _: None)
@@ -109,14 +172,14 @@ def write_model(
 
 
 def _new_tensor(name: str, saved: SavedTensor) -> NewTensor:
-    kind = _NAMES[saved.pieces["weight"][0].dtype]
+    kind = _NAMES[saved.pieces[WEIGHT][0].dtype]
     size = math.prod(saved.shape) * VALUE_BYTES[kind]
-    make = functools.partial(saved.part, "weight", 0, math.prod(saved.shape))
+    make = functools.partial(saved.part, WEIGHT, 0, math.prod(saved.shape))
     return NewTensor(name, kind, saved.shape, (Computed(make, size),))
 
 
-def fitting(model: nn.Module, saved: SavedState) -> list[str]:
-    """Names of a model's tensors, tied ones once.
+def fitting(model: nn.Module, saved: SavedState) -> dict[str, str]:
+    """Names of a model's tensors, and under which each is saved: that of the first of tied ones.
 
     Raises:
         UserError: a tensor is missing from the checkpoint, has another shape, or is too many.
@@ -134,7 +197,7 @@ def fitting(model: nn.Module, saved: SavedState) -> list[str]:
     left = sorted({*saved.trained, *saved.fixed} - own.keys())
     if left:
         raise UserError(f"the checkpoint has {left[0]}, the model of the run's config.yaml has not")
-    return [name for name in own if own[name] == name]
+    return own
 
 
 @torch.no_grad()
@@ -145,8 +208,8 @@ def require_same(model: Any, saved: SavedState) -> None:
         RuntimeError: names the first tensor that differs.
     """
     tensors = model.state_dict()
-    for name in fitting(model, saved):
-        if not torch.equal(tensors[name], saved[name].whole()):
+    for name, own in fitting(model, saved).items():
+        if not torch.equal(tensors[name], saved[own].whole()):
             raise RuntimeError(f"{name} is not loaded as the checkpoint has it")
     config = model.config
     marks = {config.image_token_id, config.vision_start_token_id, config.vision_end_token_id}

@@ -8,7 +8,6 @@ norm.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 from conceptmoe_vl.errors import UserError
 
 from .config import TrainingConfig
+from .deepspeed_settings import deepspeed_config, require_understood, zero_stage
 from .distributed import World, require_deepspeed
 from .parameters import GuardedAdamW, build_optimizer
 from .restoring import (
@@ -29,20 +29,6 @@ from .restoring import (
     restore_whole,
 )
 from .saved_state import SavedState
-
-# What the trainer itself sets from the `training` section: one place for each setting.
-_OWNED = {
-    "train_batch_size": "data.tokens_per_batch",
-    "train_micro_batch_size_per_gpu": "data.tokens_per_batch",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-    "gradient_clipping": "training.gradient_clipping",
-    "optimizer": "training.learning_rate and its neighbours",
-    "scheduler": "training.schedule",
-    "torch_autocast": "training.precision",
-    "bf16": "training.precision",
-    "fp16": "training.precision",
-    "amp": "training.precision",
-}
 
 
 class Engine(Protocol):
@@ -120,92 +106,6 @@ class TorchEngine:
         return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
 
 
-def read_deepspeed_config(given: str | dict | None) -> dict:
-    """A DeepSpeed configuration from a JSON path or a mapping; None means ZeRO stage 0.
-
-    Raises:
-        UserError: the file is no JSON, or sets what the `training` section sets.
-    """
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        try:
-            values = json.loads(Path(given).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"cannot read the DeepSpeed configuration {given}: {error}") from error
-        where = given
-    else:
-        values, where = given, "training.deepspeed"
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{where} holds {type(values).__name__}; a DeepSpeed configuration is a mapping"
-        )
-    for key, owner in _OWNED.items():
-        if values.get(key, "auto") != "auto":
-            raise UserError(
-                f"{where} sets '{key}', which this project sets from {owner}; remove it there"
-            )
-    return {key: value for key, value in values.items() if key not in _OWNED}
-
-
-def zero_stage(config: TrainingConfig) -> int:
-    """ZeRO stage of the run, 0 to 3.
-
-    Raises:
-        UserError: the stage is none of these.
-    """
-    if config.engine != "deepspeed":
-        return 0
-    zero = read_deepspeed_config(config.deepspeed).get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise UserError(
-            f"zero_optimization is {zero!r} in the DeepSpeed configuration; give a mapping, as "
-            "{stage: 2}"
-        )
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UserError(
-            f"zero_optimization.stage is {stage!r} in the DeepSpeed configuration; choose 0, 1, 2 "
-            "or 3"
-        )
-    return stage
-
-
-def deepspeed_config(config: TrainingConfig) -> dict:
-    """The complete configuration for `deepspeed.initialize`."""
-    values = read_deepspeed_config(config.deepspeed)
-    values.update(
-        # A micro-batch is one packed row of tokens, whatever number of samples is in it.
-        train_micro_batch_size_per_gpu=1,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        # Stage 0 leaves whole gradients on every rank; the engine below clips them and reports
-        # their norm.
-        gradient_clipping=config.gradient_clipping if zero_stage(config) else 0.0,
-    )
-    if config.precision == "bfloat16":
-        # An empty list of "safe" modules keeps the exchange of gradients and weights in float32.
-        values["torch_autocast"] = {
-            "enabled": True,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],
-        }
-    values.setdefault("zero_allow_untested_optimizer", True)  # the optimiser is a subclass of AdamW
-    # Offloaded, too, the optimiser is torch's fused AdamW: DeepSpeed's own needs a compiler.
-    values.setdefault("zero_force_ds_cpu_optimizer", False)
-    values.setdefault("steps_per_print", 2**31)
-    return values
-
-
-def _refused_by_deepspeed(error: Any) -> str:
-    """The first value of a configuration that DeepSpeed refuses, in one line."""
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return (
-        f"training.deepspeed: '{where}' ({error.title}) is {first['input']!r}: {first['msg']}; "
-        "correct it, or leave it out"
-    )
-
-
 class DeepSpeedEngine:
     """Any number of processes under DeepSpeed."""
 
@@ -220,17 +120,11 @@ class DeepSpeedEngine:
         self._names = names_in_order(model, self.optimizer)
         level = deepspeed.utils.logger.level
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every subclass of AdamW
-        import pydantic  # of DeepSpeed's configuration
-
-        try:
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=self.optimizer,
-                config=deepspeed_config(config),
-                dist_init_required=False,
-            )
-        except pydantic.ValidationError as error:
-            raise UserError(_refused_by_deepspeed(error)) from error
+        settings = deepspeed_config(config)
+        require_understood(settings)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=settings, dist_init_required=False
+        )
         deepspeed.utils.logger.setLevel(level)
         self.module = self._engine.module
 

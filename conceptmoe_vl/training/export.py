@@ -11,6 +11,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from conceptmoe_vl.generation_settings import changed_generation
+
 from .lora import LoraSection, merge_adapters, save_adapters
 from .run_files import replace_folder
 
@@ -68,8 +70,8 @@ def export_model(
         generation: fields of the generation configuration.
     """
     beside = _new_folder(target)
-    if generation:
-        model.generation_config.update(**generation)
+    before = model.generation_config
+    model.generation_config = changed_generation(before, generation, "model.generation")
     transformers_logging.disable_progress_bar()  # the reporter speaks of the export
     model.save_pretrained(beside, state_dict=weights)
     if processor is not None:

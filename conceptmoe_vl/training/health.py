@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import refuse_idle
 
 from .checks import require
 from .distributed import World, gather_objects
@@ -81,6 +82,9 @@ class SpikeConfig:
         for name, least in (("rollbacks", 0), ("deviations", 0), ("history", 2), ("steps", 1)):
             value = getattr(self, name)
             require(value >= least, f"training.spike_guard.{name} is {value}; give {least} up")
+        if not self.rollbacks:
+            because = "training.spike_guard.rollbacks is 0; set it"
+            refuse_idle(self, "training.spike_guard", ("deviations", "history", "steps"), because)
 
 
 class SpikeGuard:
@@ -99,12 +103,18 @@ class SpikeGuard:
     def is_on(self) -> bool:
         return self.rollbacks < self._config.rollbacks
 
-    def look(self, loss: float) -> bool:
+    def look(self, metrics: dict[str, Any]) -> bool:
         """Whether to go back behind this step and the `losses` before it.
 
-        Losses that are not finite count for nothing: their steps changed no weight.
+        Losses that are not finite count for nothing: their steps changed no weight. Nor do those of
+        steps without a supervised token: they are zero.
+
+        Args:
+            metrics: lm_loss and supervised_tokens of a step.
         """
-        if not self._config.rollbacks or not math.isfinite(loss):
+        loss = metrics["lm_loss"]
+        counts = metrics["supervised_tokens"] and math.isfinite(loss)
+        if not self._config.rollbacks or not counts:
             return False
         if self.is_on and self._spikes(loss):
             self.losses.append(loss)

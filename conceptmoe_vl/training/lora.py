@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.field_checks import refuse_idle
 
 from .checks import require, require_known
 from .parts import MODULES, part_of
@@ -63,6 +64,10 @@ class LoraSection:
             f"training.lora.dropout is {self.dropout}, which adapters of experts cannot have; set "
             "it to 0, or training.lora.targets to [attention]",
         )
+        if not self.rank:
+            because = "training.lora.rank is 0; set it"
+            names = ("alpha", "dropout", "targets", "train_whole")
+            refuse_idle(self, "training.lora", names, because)
 
 
 def _peft_config(section: LoraSection, **fields: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 from conceptmoe_vl.errors import UserError
 
 from .config import TrainingConfig
+from .deepspeed_settings import read_deepspeed_config, zero_stage
 from .distributed import World, share_from_main
-from .engine import Engine, read_deepspeed_config, zero_stage
+from .engine import Engine
 from .run_files import checkpoints_in, read_manifest
 from .saved_state import read_state
 

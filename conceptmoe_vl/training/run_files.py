@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -25,10 +24,11 @@ import numpy as np
 import torch
 
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.files import written_whole
+from conceptmoe_vl.files import remove_unfinished, written_whole
 
 LINES = ("metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl", "rollbacks.jsonl")
 _STEP = re.compile(r"step-(\d+)")
+_REMOVED = ".removed-"  # a checkpoint that is being removed
 FORMAT = 2
 
 
@@ -54,19 +54,36 @@ def append_line(path: Path, values: dict[str, Any]) -> None:
 def read_lines(path: Path) -> list[dict]:
     """The lines of a JSON lines file;
     a last line that a killed run left half-written is dropped.
+
+    Raises:
+        UserError: another line is no JSON.
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            found += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {path} is no JSON ({error}); mend or remove that line"
+            ) from error
+    return found
 
 
 def drop_lines_after(path: Path, step: int) -> None:
     """Removes the lines of later steps, so that a resumed run writes each step once."""
-    if not path.exists():
-        return
-    kept = [json.dumps(line) + "\n" for line in read_lines(path) if line.get("step", 0) <= step]
-    write_text(path, "".join(kept))
+    _rewrite_lines(path, [line for line in read_lines(path) if line.get("step", 0) <= step])
+
+
+def keep_first_lines(path: Path, number: int) -> None:
+    """Removes all but the first `number` lines."""
+    _rewrite_lines(path, read_lines(path)[:number])
+
+
+def _rewrite_lines(path: Path, lines: list[dict]) -> None:
+    if path.exists():
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_json(path: Path, values: dict) -> None:
@@ -91,12 +108,16 @@ def replace_folder(written: Path, target: Path) -> None:
 
 
 def recover_folders(run_dir: Path) -> list[Path]:
-    """Ends what a run that was killed within `replace_folder` has begun.
+    """Ends what a killed run has begun: replacing a folder or a file, or removing a checkpoint.
 
     Returns:
         The folders that were put back.
     """
     found = []
+    for name in ("config.yaml", *LINES, "checkpoints/latest"):
+        remove_unfinished(run_dir / name)
+    for left in (run_dir / "checkpoints").glob(f"{_REMOVED}*"):
+        shutil.rmtree(left)
     for pattern in (".model.old", ".adapter.old", ".processor.old", "checkpoints/.step-*.old"):
         for old in run_dir.glob(pattern):
             target = old.with_name(old.name[1 : -len(".old")])
@@ -178,8 +199,10 @@ def remove_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> None
 
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint; if that is cut short, what is left is none."""
-    os.remove(path / "manifest.json")
-    shutil.rmtree(path)
+    removed = path.with_name(_REMOVED + path.name)
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed)
 
 
 def random_state(device: torch.device) -> dict:

@@ -12,7 +12,7 @@ from conceptmoe_vl.errors import UserError
 from .config import TrainingConfig
 from .distributed import World, raise_together, share_from_main
 from .loggers import Loggers, require_loggers
-from .run_files import append_line, read_lines
+from .run_files import append_line, keep_first_lines, read_lines
 
 
 class RunLog:
@@ -100,6 +100,11 @@ class RunLog:
         event = {"step": step, "to_step": to_step, "losses": losses, "samples_skipped": samples}
         if self._world.is_main:
             append_line(self._run_dir / "rollbacks.jsonl", event)
+
+    def keep_rollbacks(self, number: int) -> None:
+        """Drops lines of rollbacks.jsonl behind those that the resumed checkpoint counts."""
+        if self._world.is_main:
+            keep_first_lines(self._run_dir / "rollbacks.jsonl", number)
 
     def close(self) -> None:
         """Lets the loggers write what waits."""

@@ -240,7 +240,7 @@ class Trainer:
                         raise UserError(_NO_DATA)
                     break
                 last = metrics
-                if self._spikes.look(metrics["lm_loss"]) and self.roll_back():
+                if self._spikes.look(metrics) and self.roll_back():
                     continue
                 self.reporter.update(metrics, self.progress)
                 if self._is_due(self.config.checkpoint_every):
@@ -312,7 +312,7 @@ class Trainer:
             UserError: the checkpoint is damaged or was written by a run of another shape.
         """
         folder, say = self.run_dir / "checkpoints", self.reporter.say
-        path = find_checkpoint(folder, self.config.resume, self.world, say)
+        path = find_checkpoint(folder, self.config, self.world, say)
         if path is None:
             require_unused(self.run_dir)
             return False
@@ -322,6 +322,7 @@ class Trainer:
         self._finite.in_a_row = counters["nonfinite_in_a_row"]
         self._spikes.load_state_dict(counters["spikes"])
         self._go_to(counters, "metrics.jsonl", "evaluation.jsonl", "nonfinite.jsonl")
+        self._log.keep_rollbacks(self._spikes.rollbacks)
         self.reporter.say(f"resumed from {path} after step {self.step_number}")
         return True
 

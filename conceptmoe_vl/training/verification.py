@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.files import sha256_of
+from conceptmoe_vl.files import sha256_of, sync
 
 from .distributed import World, gather_objects, raise_together, share_from_main
 from .run_files import DamagedCheckpointError, file_sizes, read_manifest
@@ -30,7 +30,8 @@ def _broken_member(path: Path) -> str | None:
 def checked_files(folder: Path, world: World) -> dict[str, dict[str, Any]]:
     """Bytes and sha256 of every file below a folder just written, by relative path. Collective.
 
-    Every file is read back; those of torch are also held against the checksums inside them.
+    Every file is on the disk and read back; those of torch are also held against the checksums
+    inside them.
 
     Raises:
         UserError: a file is not what was written.
@@ -40,6 +41,7 @@ def checked_files(folder: Path, world: World) -> dict[str, dict[str, Any]]:
     broken: list[str] = []
     for name in sorted(sizes)[world.rank :: world.size]:
         try:
+            sync(folder / name)
             part = _broken_member(folder / name)
             own[name] = {"bytes": sizes[name], "sha256": sha256_of(folder / name)}
         except OSError as error:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from conceptmoe_vl.field_checks import refuse_idle
+
 from .checks import require, require_share
 
 _WHERE = "training.watch"
@@ -48,6 +50,9 @@ class WatchConfig:
             require(value >= 0, f"{_WHERE}.{name} is {value}; it must not be negative")
         names = ("ratio_from", "least_confidence", "boundary_margin", "least_expert_load")
         require_share(self, _WHERE, *names)
+        for switch, name in (("ratio_band", "ratio_from"), ("idle_lines", "least_expert_load")):
+            if not getattr(self, switch):
+                refuse_idle(self, _WHERE, (name,), f"{_WHERE}.{switch} is 0; raise it")
 
 
 class _Mean:

@@ -220,7 +220,7 @@ def test_values_that_are_not_finite_leave_the_frame_alone():
     [
         (None, "is no run: it has no metrics.jsonl"),
         ("", "has no complete line yet"),
-        ("{]\n", "cannot read"),
+        ("{]\n", "is no JSON"),
         ("[1]\n", "line 1 is no object"),
     ],
 )

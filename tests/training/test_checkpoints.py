@@ -15,6 +15,7 @@ import torch
 import train
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import Trainer, TrainingConfig, World, distributed, verification
+from conceptmoe_vl.training.run_files import recover_folders
 from tests.tiny import tiny_model
 from tests.training.synthetic import SyntheticStream
 from tests.training.test_train_program import program, write_config
@@ -86,6 +87,7 @@ def test_a_resume_falls_back_from_a_damaged_checkpoint(run_dir, written, capsys,
     assert message in said
     assert "put aside as damaged-step-3" in said
     assert ".writing-step-4 was left half-written" in said
+    assert (folder / "latest").read_text() == "step-2\n"
     assert [run.step()["loss"] for _ in range(2)] == written[1]
     run.save_checkpoint()
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -162,6 +164,18 @@ def test_checkpoints_are_kept_by_number_and_by_interval(tmp_path):
         run.save_checkpoint()
     found = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert found == ["step-2", "step-4", "step-6", "step-7"]
+
+
+def test_what_killed_processes_left_is_removed(run_dir):
+    """In the middle of a rename, of a removal, and of writing; others' files stay."""
+    folder = run_dir / "checkpoints"
+    (folder / "step-1").rename(folder / ".removed-step-1")
+    for name in (".config.yaml", ".metrics.jsonl", "checkpoints/.latest"):
+        (run_dir / f"{name}.0123abcd.tmp").write_text("half")
+    (run_dir / ".report.html.0123abcd.tmp").write_text("of a process that runs")
+    assert recover_folders(run_dir) == []
+    assert [path.name for path in run_dir.rglob(".*")] == [".report.html.0123abcd.tmp"]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2", "step-3"]
 
 
 def test_an_interval_that_no_checkpoint_meets_is_refused():

@@ -69,7 +69,7 @@ def test_a_start_above_one_leaves_the_threshold_unless_told():
         ({"ratio_start": 0.5}, "ratio_start is 0.5; give 1 up"),
         ({"ratio_fraction": 2.0}, "ratio_fraction is 2.0; give 0 to 1"),
         ({"ratio_start": 1.0, "threshold_start": 0.7}, "threshold_start is 0.7"),
-        ({"threshold_start": 0.1}, "has no effect without ratio_start"),
+        ({"threshold_start": 0.1}, "has no effect: there is no ratio_start"),
     ],
 )
 def test_mistakes(fields, message):

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from conceptmoe_vl import ConceptMoEVLConfig
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.training.config import TrainingConfig, apply_overrides, load_run_config
-from conceptmoe_vl.training.engine import deepspeed_config, read_deepspeed_config, zero_stage
+from conceptmoe_vl.training import ModelSection
+from conceptmoe_vl.training.config import (
+    TrainingConfig,
+    apply_overrides,
+    from_mapping,
+    load_run_config,
+)
+from conceptmoe_vl.training.deepspeed_settings import (
+    deepspeed_config,
+    read_deepspeed_config,
+    require_understood,
+    zero_stage,
+)
+from conceptmoe_vl.training.idle_settings import check_effect
 from conceptmoe_vl.training.yaml_io import parse_yaml, write_yaml
+from data_pipelines.config import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"run_dir": "r", "model": {}, "data": {"shards": "x"}, "training": {"max_steps": 5}}
@@ -67,6 +83,24 @@ def test_resolved_configuration_is_a_valid_input(path, tmp_path):
         ),
         ("evaluation.every=5", "is 5, but there is no held-out data; set evaluation.data"),
         ("evaluation.data={num_workers: 0}", "which would be the training data"),
+        ("evaluation.batches=5", "has no effect: there is no held-out data; set evaluation.data"),
+        ("training={max_steps: 1, engine: torch, deepspeed: x.json}", "training.engine is torch"),
+        (
+            "training.lora.alpha=4",
+            "training.lora.alpha is 4.0, which has no effect: training.",
+        ),
+        ("training.lora={targets: [attention]}", "training.lora.targets is ['attention'], which"),
+        ("training.decay_fraction=0.5", "has no effect: training.schedule is cosine"),
+        (
+            "training={max_steps: 1, checkpoint_every: 2, keep_every: 4, keep_checkpoints: 0}",
+            "training.keep_every is 4, which has no effect: training.keep_checkpoints is 0",
+        ),
+        ("training.spike_guard.steps=5", "has no effect: training.spike_guard.rollbacks is 0"),
+        ("training.chunk_schedule.ratio_fraction=0.5", "no effect: there is no ratio_start"),
+        ("training.chunk_schedule.threshold_start=0.1", "no effect: there is no ratio_start"),
+        ("training.watch={idle_lines: 0, least_expert_load: 0.1}", "training.watch.idle_lines is"),
+        ("model.tokenizer={path: x, vocab_size: 99}", "has no effect: model.tokenizer.path names"),
+        ("model={init_from: a, tokenizer: {path: b}}", "no effect: model.init_from brings its own"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(path, override, message):
@@ -141,18 +175,21 @@ def test_overrides_make_sections_that_are_absent():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_configurations_are_valid(path):
     from conceptmoe_vl.training.build import _model_config
-    from data_pipelines.config import DataConfig
 
     config = load_run_config(path)
     ids = {"image_token_id": 4, "vision_start_token_id": 3, "vision_end_token_id": 5}
-    _model_config(config.model, ids)
+    check_effect(config.model, _model_config(config.model, ids))
     DataConfig.from_mapping(config.data)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_shipped_deepspeed_configurations(stage):
-    file = str(ROOT / "configs" / "deepspeed" / f"zero{stage}.json")
-    assert zero_stage(TrainingConfig(max_steps=1, deepspeed=file)) == stage
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs/deepspeed").glob("*")), ids=lambda p: p.name
+)
+def test_shipped_deepspeed_configurations(file):
+    pytest.importorskip("deepspeed")
+    config = TrainingConfig(max_steps=1, deepspeed=str(file))
+    assert zero_stage(config) == int(re.findall(r"\d", file.name)[0])
+    require_understood(deepspeed_config(config))
 
 
 @pytest.mark.parametrize("zero", [2, {"stage": True}, {"stage": 4}])
@@ -174,3 +211,70 @@ def test_bfloat16_keeps_communication_in_float32():
     values = deepspeed_config(TrainingConfig(max_steps=1, gradient_accumulation_steps=3))
     assert values["torch_autocast"]["lower_precision_safe_modules"] == []
     assert values["gradient_accumulation_steps"] == 3
+
+
+def test_every_idle_setting_passes_at_its_default():
+    """A resolved configuration holds all fields; it is a valid input."""
+    config = TrainingConfig(max_steps=1, engine="torch")
+    assert from_mapping(TrainingConfig, dataclasses.asdict(config), "training") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_shift": 3}, "data.max_shift is 3, which has no effect: data.augment is none"),
+        (
+            {"on_error": "skip", "max_skips": 9},
+            "data.max_skips is 9, which has no effect: data.o",
+        ),
+        ({"max_skips": 9, "max_skip_share": 0.5}, "no effect: data.max_skips is 9; set that to"),
+    ],
+)
+def test_idle_settings_of_the_data_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig.from_mapping({"shards": "x", **values})
+    # what another section lays over them is no mistake of theirs
+    assert DataConfig.from_mapping({"shards": "y"}, values).shards == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk": {"tau": 2, "noise": "none"}}, "model.chunk.tau is 2, .* chunk.noise is none"),
+        ({"chunk": {"sigma": 0.3}}, "chunk.sigma is 0.3, .* chunk.noise is bernoulli"),
+        ({"chunk": {"image_target_ratio": 4}}, "ratio_scope is global, not modality; set that"),
+        ({"chunk": {"neighborhood": 8}}, "chunk.image_mode is sequential; set that, or leave it"),
+        ({"chunk": {"router": "linear", "init": "random"}}, "chunk.init is 'random', .* is linear"),
+        ({"text": {"qk_norm": False, "qk_norm_over": "all_heads"}}, "text.qk_norm is false"),
+        (
+            {"vision": {"max_tiles": 3}},
+            "size_policy is fixed, not tiles; set that, or leave",
+        ),
+    ],
+)
+def test_idle_settings_of_the_model_are_refused(fields, message):
+    section, ids = ModelSection(**fields), {"image_token_id": 4, "vision_start_token_id": 3}
+    config = ConceptMoEVLConfig(**fields, **ids, vision_end_token_id=5)
+    with pytest.raises(UserError, match=message):
+        check_effect(section, config)
+
+
+def test_the_plain_network_keeps_the_section_of_the_one_it_is_compared_with():
+    chunk = {"router": "none", "tau": 3.0, "image_target_ratio": 4.0, "noise": "none"}
+    check_effect(ModelSection(chunk=chunk), ConceptMoEVLConfig(chunk=chunk))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, "nearest known key is 'zero_optimization'"),
+        ({"communication_data_type": "int7"}, "training.deepspeed: Invalid communication_data_ty"),
+        ({"zero_optimization": {"stages": 2}}, r"'stages' \(DeepSpeedZeroConfig\) is 2: Extra inp"),
+        ({"elasticity": {}}, "training.deepspeed: Elastic training has been removed"),
+    ],
+)
+def test_deepspeed_settings_that_it_would_ignore_are_refused(values, message):
+    pytest.importorskip("deepspeed")
+    with pytest.raises(UserError, match=message) as caught:
+        require_understood({"train_micro_batch_size_per_gpu": 1, **values})
+    assert "\n" not in str(caught.value)

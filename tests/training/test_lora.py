@@ -7,24 +7,18 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from conceptmoe_vl import ConceptMoEVLForConditionalGeneration
+from conceptmoe_vl import ConceptMoEVLForConditionalGeneration, cli
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.training import (
-    ModelSection,
-    RunConfig,
-    Trainer,
-    TrainingConfig,
-    World,
-    load_run_config,
-)
+from conceptmoe_vl.training import Trainer, TrainingConfig, World, load_run_config
 from conceptmoe_vl.training import lora as lora_module
-from conceptmoe_vl.training.consolidate import consolidate
 from conceptmoe_vl.training.lora import LoraSection, add_adapters
 from conceptmoe_vl.training.parts import part_of
 from tests.tiny import logits_of, make_document, tiny_model
 from tests.training.synthetic import SyntheticStream
+from tests.training.test_train_program import program, write_config
 
 peft = pytest.importorskip("peft")
 
@@ -171,15 +165,27 @@ def test_random_weights_are_refused(tmp_path):
     assert load_run_config(path, ["training.lora.rank=0"]).training.lora.rank == 0
 
 
-def test_consolidation_of_adapters_says_how_to_get_the_model(tmp_path):
-    trainer = make_trainer(tmp_path / "run")
-    trainer.step()
-    checkpoint = trainer.save_checkpoint()
-    (tmp_path / "base").mkdir()
-    (tmp_path / "run/processor").mkdir()
-    model = ModelSection(init_from=str(tmp_path / "base"))
-    run = RunConfig(str(tmp_path / "run"), model, {"shards": "x.tar"}, trainer.config)
-    run.save(tmp_path / "run/config.yaml")
-    with pytest.raises(UserError, match=r"has adapters .*with training.max_steps=1"):
-        consolidate(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_consolidation_merges_adapters_and_writes_them_alone(tmp_path, capsys):
+    """The same files as the run's own export: model and adapter."""
+    config_file = write_config(tmp_path)
+    assert program(config_file, "training.max_steps=1") == 0
+    base, run = tmp_path / "base", tmp_path / "adapted"
+    (tmp_path / "run" / "model").rename(base)
+    lora = "training.lora={rank: 2, train_whole: [projector, embedding]}"
+    options = (f"model.init_from={base}", f"run_dir={run}", "training.max_steps=2", lora)
+    assert program(config_file, *options) == 0
+    checkpoint, out = str(run / "checkpoints" / "step-2"), tmp_path / "out"
+    adapter = tmp_path / "adapter"
+    assert cli.main(["consolidate", checkpoint, str(out), "--adapter", str(adapter)]) == 0
+    for found, wanted in ((out, run / "model"), (adapter, run / "adapter")):
+        assert {path.name for path in found.iterdir()} == {path.name for path in wanted.iterdir()}
+        for path in wanted.glob("*.json"):
+            assert json.loads((found / path.name).read_text()) == json.loads(path.read_text())
+        (name,) = (path.name for path in wanted.glob("*.safetensors"))
+        weights, expected = load_file(found / name), load_file(wanted / name)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[each], expected[each]) for each in expected)
+    plain = str(tmp_path / "run" / "checkpoints" / "step-1")
+    assert cli.main(["consolidate", plain, str(tmp_path / "a"), "--adapter", "b"]) == 2
+    assert "has no adapters (training.lora); leave --adapter out" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

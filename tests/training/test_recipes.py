@@ -25,7 +25,7 @@ from conceptmoe_vl.conversion.converting import convert
 from conceptmoe_vl.conversion.settings import ConversionSettings
 from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor
 from conceptmoe_vl.training import load_run_config
-from conceptmoe_vl.training.engine import read_deepspeed_config
+from conceptmoe_vl.training.deepspeed_settings import read_deepspeed_config
 from conceptmoe_vl.training.parts import part_of
 from data_pipelines import DataConfig
 from tests.checkpoints import make_source, save_source
@@ -45,9 +45,10 @@ BEFORE = {
 }
 SHORT, MIDDLE, LONG = 64, 512, 2048  # stand for 4,096, 32,768 and 131,072 tokens
 TINY = (
-    *("training.engine=torch", "training.device=cpu", "training.threads=1"),
+    *("training.engine=torch", "training.deepspeed=null"),
+    *("training.device=cpu", "training.threads=1"),
     *("training.max_steps=3", "training.gradient_accumulation_steps=1", "training.log_every=1"),
-    *("training.checkpoint_at_end=false", "data.num_workers=0", "evaluation.batches=1"),
+    *("training.checkpoint_at_end=false", "data.num_workers=0"),
 )
 TEXT = (
     "{hidden_size: 32, encoder_layers: 1, concept_layers: 1, decoder_layers: 1, "
@@ -116,7 +117,7 @@ class Runs:
             text = [f"model.text={TEXT}", "model.tokenizer={vocab_size: 300}"]
             text += ["model.chunk.joint_decoding_layers=1", "data.held_out=0.3"]
             return [*text, f"data.shards={self.shards('text')}", f"data.tokens_per_batch={SHORT}"]
-        if name.startswith("long"):
+        if name.startswith("long"):  # without held-out data
             length, long = (MIDDLE, "long") if name.endswith("32k") else (LONG, "longer")
             sources = [
                 {"name": "long", "shards": self.shards(long), "weight": 0.7},

@@ -7,6 +7,7 @@ matrix, four processes too, is marked slow.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from conceptmoe_vl import ConceptMoEVLConfig, ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.training import TrainingConfig, World
-from conceptmoe_vl.training.consolidate import write_model
+from conceptmoe_vl.training.consolidate import adapted_model, merged_state, write_model
+from conceptmoe_vl.training.lora import LoraSection
 from conceptmoe_vl.training.resuming import batch_of_run
 from conceptmoe_vl.training.run_files import read_manifest
 from conceptmoe_vl.training.saved_state import SavedTensor, read_state
@@ -38,8 +40,18 @@ KINDS = {
     "whole": {},
     "tower-frozen": {"freeze": ["vision"]},
     "projector-only": {"freeze": _PROJECTOR, "tied": True},
+    "adapters": {"lora": {"rank": 2, "train_whole": ["embedding"]}, "tied": True},
 }
-CELLS = ((0, "tower-frozen"), (1, "projector-only"), (2, "whole"), (3, "projector-only"))
+if importlib.util.find_spec("peft") is None:
+    del KINDS["adapters"]
+CELLS = tuple(
+    (stage, kind)
+    for stage, kind in (
+        *((0, "tower-frozen"), (1, "projector-only"), (2, "whole"), (3, "projector-only")),
+        *((2, "adapters"), (3, "adapters")),
+    )
+    if kind in KINDS
+)
 
 
 def spec(kind: str, stage: int | None, **more) -> dict:
@@ -83,10 +95,10 @@ def two(straight, tmp_path_factory) -> tuple[Path, list[dict]]:
     out = tmp_path_factory.mktemp("two")
     specs = []
     for stage, kind in CELLS:
-        shutil.copytree(straight[kind][0], out / f"resumed-{stage}")
+        shutil.copytree(straight[kind][0], out / f"resumed-{stage}-{kind}")
         specs += [
-            spec(kind, stage, name=f"written-{stage}", steps=STOP, export=True),
-            spec(kind, stage, name=f"resumed-{stage}", steps=END - STOP),
+            spec(kind, stage, name=f"written-{stage}-{kind}", steps=STOP, export=True),
+            spec(kind, stage, name=f"resumed-{stage}-{kind}", steps=END - STOP),
         ]
     return out, launch(specs, out, processes=2)
 
@@ -94,26 +106,30 @@ def two(straight, tmp_path_factory) -> tuple[Path, list[dict]]:
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
 def test_two_processes_go_on_from_one(two, straight, stage, kind):
     for results in two[1]:
-        assert_goes_on(results[f"resumed-{stage}"], straight[kind][1])
+        assert_goes_on(results[f"resumed-{stage}-{kind}"], straight[kind][1])
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
 def test_one_process_goes_on_from_two(two, straight, tmp_path, capsys, stage, kind):
     """By the same command: the micro-batches of a step come from the checkpoint."""
-    shutil.copytree(two[0] / f"written-{stage}", tmp_path / "run")
+    shutil.copytree(two[0] / f"written-{stage}-{kind}", tmp_path / "run")
     values = spec(kind, None, accumulation=2, steps=END - STOP)
     assert_goes_on(here(tmp_path, "run", **values), straight[kind][1])
 
 
-def states(two, stage: int):
-    path = two[0] / f"written-{stage}" / "checkpoints" / f"step-{STOP}"
+def states(two, stage: int, kind: str):
+    path = two[0] / f"written-{stage}-{kind}" / "checkpoints" / f"step-{STOP}"
     return read_state(path / "engine", read_manifest(path))
 
 
 @pytest.mark.parametrize(("stage", "kind"), CELLS)
 def test_a_consolidated_checkpoint_is_the_live_model(two, tmp_path, stage, kind):
-    live, found = two[0] / f"written-{stage}" / "model", tmp_path / "model"
-    write_model(states(two, stage), ConceptMoEVLConfig.from_pretrained(live), found)
+    live, found = two[0] / f"written-{stage}-{kind}" / "model", tmp_path / "model"
+    config, saved = ConceptMoEVLConfig.from_pretrained(live), states(two, stage, kind)
+    if kind == "adapters":
+        lora = LoraSection(**KINDS[kind]["lora"])
+        saved = merged_state(*adapted_model(saved, config, lora), lora)
+    write_model(saved, config, found)
     weights, expected = (load_file(path / "model.safetensors") for path in (found, live))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -130,8 +146,8 @@ def test_a_consolidated_checkpoint_is_the_live_model(two, tmp_path, stage, kind)
 def test_a_consolidation_that_cannot_be_right_leaves_nothing(two, tmp_path, monkeypatch):
     other = tiny_config(text={"num_experts": 8})
     with pytest.raises(UserError, match=r"is \(4, .* in the checkpoint and \(8, .* in the model"):
-        write_model(states(two, 3), other, tmp_path / "a")
-    saved = states(two, 2)
+        write_model(states(two, 3, "projector-only"), other, tmp_path / "a")
+    saved = states(two, 2, "whole")
     part = SavedTensor.part
     calls = iter(range(10**6))
 
@@ -146,7 +162,7 @@ def test_a_consolidation_that_cannot_be_right_leaves_nothing(two, tmp_path, monk
 
 
 def test_another_freezing_is_refused(two, tmp_path):
-    shutil.copytree(two[0] / "written-2", tmp_path / "run")
+    shutil.copytree(two[0] / "written-2-whole", tmp_path / "run")
     with pytest.raises(UserError, match=r"this run has .* set training\.freeze back"):
         here(tmp_path, "run", **spec("tower-frozen", None, accumulation=2))
 
@@ -163,7 +179,7 @@ def test_a_part_of_a_tensor_is_read_across_pieces():
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_before_training(two, capsys):
-    folder = two[0] / "written-0" / "checkpoints"
+    folder = two[0] / "written-0-tower-frozen" / "checkpoints"
     config = TrainingConfig(max_steps=9)
 
     def resumed(processes: int, **changed) -> int:

@@ -12,6 +12,7 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.moe import MoEBlock
 from conceptmoe_vl.training import Trainer, TrainingConfig, World
 from conceptmoe_vl.training.health import SpikeConfig, SpikeGuard
+from conceptmoe_vl.training.run_files import read_lines
 from conceptmoe_vl.training.watch import RunWatch, WatchConfig
 from tests.tiny import make_document, packed, tiny_model
 from tests.training.synthetic import SyntheticStream
@@ -80,7 +81,7 @@ def test_a_run_killed_behind_a_roll_back_resumes_behind_the_spike(tmp_path):
         metrics = run.step()
         if run.step_number == 4:
             run.save_checkpoint()
-        spiked = run._spikes.look(metrics["lm_loss"])
+        spiked = run._spikes.look(metrics)
     assert spiked
     assert run.roll_back()
     expected = [run.step()["loss"] for _ in range(3)]
@@ -98,7 +99,7 @@ def test_a_checkpoint_of_the_spike_itself_is_not_gone_back_to(tmp_path):
         metrics = run.step()
         if run.step_number % 2 == 0:
             run.save_checkpoint()
-        spiked = run._spikes.look(metrics["lm_loss"])
+        spiked = run._spikes.look(metrics)
     assert spiked  # from step 7 on, whose weights step 8's checkpoint holds
     assert run.roll_back()
     assert run.step_number == 6
@@ -121,35 +122,77 @@ def test_the_step_of_a_spike_without_a_way_back_has_its_checkpoint(tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-8\n"
 
 
+def test_a_rollback_that_was_half_written_does_not_stop_a_resume(tmp_path):
+    """Killed between the line and the checkpoint: the line is not of the run that goes on."""
+    run = make(tmp_path, bad_data=[7, 8])
+    for _ in range(8):
+        metrics = run.step()
+        if run.step_number == 4:
+            run.save_checkpoint()
+        run._spikes.look(metrics)
+    path = tmp_path / "rollbacks.jsonl"
+    path.write_text('{"step": 8, "to_step": 4}\n{"step": 9, "los')
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 9, "lo')
+    resumed = make(tmp_path, bad_data=[7, 8])
+    assert resumed.resume()
+    assert path.read_text() == ""
+    resumed.train()
+    assert [event["step"] for event in lines(path)] == [8]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 13))
+    assert make(tmp_path).resume()
+    assert [event["step"] for event in lines(path)] == [8]
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\x00\x00\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"line 2 of .*metrics.jsonl is no JSON"):
+        read_lines(path)
+
+
+def look(guard: SpikeGuard, loss: float, supervised: int = 9) -> bool:
+    return guard.look({"lm_loss": loss, "supervised_tokens": supervised})
+
+
 def steady(guard: SpikeGuard, number: int = 4) -> None:
-    assert not any(guard.look(2.0 + 0.01 * (step % 2)) for step in range(number))
+    assert not any(look(guard, 2.0 + 0.01 * (step % 2)) for step in range(number))
 
 
 def test_what_spikes():
     guard = SpikeGuard(SpikeConfig(**GUARD))
-    assert not guard.look(99.0)  # no history yet
+    assert not look(guard, 99.0)  # no history yet
     steady(guard, 9)
-    assert not guard.look(9.0)  # one hard batch
+    assert not look(guard, 9.0)  # one hard batch
     steady(guard, 9)
-    assert not guard.look(math.nan)
-    assert not guard.look(9.0)
-    assert not guard.look(math.inf)  # skipped steps neither spike nor end a spike
-    assert guard.look(8.0)
+    assert not look(guard, math.nan)
+    assert not look(guard, 9.0)
+    assert not look(guard, math.inf)  # skipped steps neither spike nor end a spike
+    assert not look(guard, 0.0, supervised=0)  # nor do steps that supervise nothing
+    assert look(guard, 8.0)
     assert guard.losses == [9.0, 8.0]
     copy = SpikeGuard(SpikeConfig(**GUARD))
     copy.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     for each in (guard, copy):
         each.went_back()
         steady(each)
-        assert [each.look(9.0), each.look(9.0)] == [False, True]
+        assert [look(each, 9.0), look(each, 9.0)] == [False, True]
         each.went_back()
         steady(each)
-        assert not any(each.look(9.0) for _ in range(9))  # no roll-back is left
+        assert not any(look(each, 9.0) for _ in range(9))  # no roll-back is left
+
+
+def test_steps_without_supervised_tokens_are_no_losses_to_compare_with():
+    guard = SpikeGuard(SpikeConfig(**{**GUARD, "steps": 1}))
+    steady(guard)
+    for _ in range(4):
+        assert not look(guard, 0.0, supervised=0)
+    assert not look(guard, 2.02)
+    assert look(guard, 9.0)
 
 
 def test_the_guard_is_off_by_default():
     guard = SpikeGuard(SpikeConfig())
-    assert not any(guard.look(loss) for loss in [1.0] * 200 + [1e9] * 50)
+    assert not any(look(guard, loss) for loss in [1.0] * 200 + [1e9] * 50)
 
 
 def test_mistakes():

@@ -265,13 +265,19 @@ def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatc
         ("data.shards=3", "data.shards is 3; name tar files"),
         ("evaluation.data.shards=/no/held-*.tar", "no file matches '/no/held-*.tar'"),
         ("model.vision=null", "this model takes no images (vision: null)"),
-        ("model.tokenizer.path=/", "which is no folder of a saved tokenizer"),
+        ("model.tokenizer={path: /}", "which is no folder of a saved tokenizer"),
         ("model.init_from=/", "which is no folder of a saved model"),
         (
             "training={engine: deepspeed, max_steps: 1, device: cpu, "
             "deepspeed: {zero_optimization: {stage: 2, stages: 1}}}",
             "training.deepspeed: 'stages' (DeepSpeedZeroConfig) is 1: Extra inputs",
         ),
+        ("training.deepspeed=zero2.json", "which has no effect: training.engine is torch"),
+        ("data.max_shift=2", "data.max_shift is 2, which has no effect: data.augment is none"),
+        ("model.chunk.sigma=0.5", "model.chunk.sigma is 0.5, which has no effect: chunk.noise is"),
+        ("model.generation.max_new_token=9", "the nearest known key is 'max_new_tokens'"),
+        ("model.generation.max_new_tokens=-1", "model.generation cannot be used: `max_new_tokens`"),
+        ("model.generation.temperature=0.5", "model.generation cannot be used: GenerationConfig"),
         ("run_dir=/dev/null/run", "cannot write /dev/null/run"),
     ],
 )
@@ -382,6 +388,25 @@ def test_init_from_of_another_network_is_refused(config_file, tmp_path, override
         return
     with pytest.raises(UserError, match=re.escape(message)):
         build_model(config, processor)
+
+
+def test_a_start_that_samples_is_exported_without_sampling(config_file, tmp_path):
+    """By default a run's model does not sample: transformers would not write both."""
+    assert program(config_file, "training.max_steps=1") == 0
+    start = tmp_path / "start"
+    (tmp_path / "run" / "model").rename(start)
+    path = start / "generation_config.json"
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sampling}))
+    run = tmp_path / "next"
+    options = (f"model.init_from={start}", f"run_dir={run}", "training.max_steps=1")
+    assert program(config_file, *options) == 0
+    written = json.loads((run / "model" / "generation_config.json").read_text())
+    assert (written["do_sample"], written["repetition_penalty"]) == (False, 1.1)
+    assert not {"temperature", "top_k"} & {name for name, value in written.items() if value}
+    out = tmp_path / "consolidated"
+    assert cli.main(["consolidate", str(run / "checkpoints" / "step-1"), str(out)]) == 0
+    assert json.loads((out / "generation_config.json").read_text()) == written
 
 
 def test_another_model_in_the_same_folder_is_refused(config_file, capsys):

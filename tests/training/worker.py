@@ -32,10 +32,11 @@ from tests.training.synthetic import SyntheticStream
 
 def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
     """The trainer of a specification; the same weights on every rank."""
-    accumulation = spec.get("accumulation", 1)
+    accumulation, engine = spec.get("accumulation", 1), spec.get("engine", "deepspeed")
+    zero = {"zero_optimization": {"stage": spec.get("stage", 0), **spec.get("zero", {})}}
     config = TrainingConfig(
-        engine=spec.get("engine", "deepspeed"),
-        deepspeed={"zero_optimization": {"stage": spec.get("stage", 0), **spec.get("zero", {})}},
+        engine=engine,
+        deepspeed=zero if engine == "deepspeed" else None,
         max_steps=10,
         log_every=1,
         device="cpu",
