@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,23 @@ def require(condition: bool, message: str) -> None:
 def require_choice(section: str, name: str, value: Any, choices: tuple) -> None:
     """Raises `ValueError` unless the field has one of these values."""
     require(value in choices, f"{section}.{name} is {value!r}; choose one of {list(choices)}")
+
+
+def require_numbers(
+    section: str, values: Any, *names: str, least: float = 0.0, above: bool = False
+) -> None:
+    """Raises `ValueError` unless fields are None or finite numbers from `least` on, or above it.
+
+    Args:
+        section: the name of `values` in messages.
+    """
+    for name in names:
+        value = getattr(values, name)
+        fits = value is None or (
+            math.isfinite(value) and (value > least if above else value >= least)
+        )
+        bound = f"above {least:g}" if above else f"of {least:g} or more"
+        require(fits, f"{section}.{name} is {value}; give a number {bound}")
 
 
 def refuse_idle(section: Any, where: str, names: Iterable[str], because: str) -> None:

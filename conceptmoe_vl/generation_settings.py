@@ -18,6 +18,7 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "top_h"),
     *("typical_p", "epsilon_cutoff", "eta_cutoff"),
 )
+_TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def leave_out_sampling(generation: GenerationConfig) -> None:
@@ -47,6 +48,10 @@ def changed_generation(
         leave_out_sampling(changed)
         changed.update(**given)
         changed.validate(strict=True)
+        for name in _TOKENS & given.keys():
+            ids = given[name] if isinstance(given[name], list) else [given[name]]
+            if not all(type(each) is int and each >= 0 for each in ids if given[name] is not None):
+                raise ValueError(f"{name} is {given[name]!r}; give a token's number")
     except (ValueError, TypeError) as error:
         said = " ".join(str(error).split())[:300]
         raise UserError(said if where in said else f"{where} cannot be used: {said}") from error

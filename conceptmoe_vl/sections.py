@@ -12,6 +12,7 @@ from conceptmoe_vl.field_checks import (
     check_type,
     require,
     require_choice,
+    require_numbers,
 )
 
 _ROUTERS = ("cosine", "linear", "fixed", "none")
@@ -85,14 +86,14 @@ class TextConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        self._check_numbers()
         self._check_attention()
         self._check_experts()
         if self.rope_scaling is not None:
             check_rope_scaling(self.rope_scaling)
         self.concept_schedule  # noqa: B018  (checks concept_loops)
 
-    def _check_counts(self) -> None:
+    def _check_numbers(self) -> None:
         for name in (
             "vocab_size",
             "hidden_size",
@@ -114,6 +115,15 @@ class TextConfig:
                 isinstance(value, int) and value >= 0,
                 f"text.{name} is {value!r}; give an integer of 0 or more",
             )
+        require_numbers("text", self, "rope_theta", "rms_norm_eps", above=True)
+        require_numbers(
+            "text", self, "balance_loss_weight", "router_z_loss_weight", "initializer_range"
+        )
+        require_numbers(
+            *("text", self, "head_dim", "concept_hidden_size", "shared_intermediate_size"),
+            *("concept_num_experts", "concept_num_experts_per_tok"),
+            least=1,
+        )
 
     def _check_attention(self) -> None:
         if self.head_dim is None:
@@ -173,12 +183,15 @@ class TextConfig:
     def concept_schedule(self) -> list[int]:
         """Concept layers in the order of execution, looped spans repeated."""
         schedule, next_layer = [], 0
-        for loop in sorted(self.concept_loops):
+        for loop in self.concept_loops:
             require(
-                len(loop) == 3,
+                isinstance(loop, (list, tuple))
+                and len(loop) == 3
+                and all(type(each) is int for each in loop),
                 f"text.concept_loops holds {loop}; each entry is [first, last, times]",
             )
-            first, last, times = loop
+        for first, last, times in sorted(self.concept_loops):
+            loop = [first, last, times]
             require(
                 next_layer <= first <= last < self.concept_layers and times >= 1,
                 f"text.concept_loops entry {loop} does not fit: spans lie within concept layers 0 "
@@ -258,8 +271,8 @@ class ChunkConfig:
                     f"chunk.{name} is {value}; it must be a number above 1 unless chunk.router is "
                     "none",
                 )
-        require(self.tau >= 1, f"chunk.tau is {self.tau}; it must be at least 1")
-        require(self.sigma >= 0, f"chunk.sigma is {self.sigma}; it must not be negative")
+        require_numbers("chunk", self, "sigma", "ratio_loss_weight")
+        require_numbers("chunk", self, "tau", least=1)
         require(self.joint_decoding_layers >= 0, "chunk.joint_decoding_layers must not be negative")
         if self.target_ratios is not None:
             self._check_target_ratios(self.target_ratios)
@@ -352,6 +365,13 @@ class VisionConfig:
             require(
                 isinstance(value, int) and value > 0,
                 f"vision.{name} is {value!r}; give a positive integer",
+            )
+        for name in ("mean", "std", "background"):
+            value = getattr(self, name)
+            require(
+                value is None
+                or (len(value) == 3 and all(isinstance(each, (int, float)) for each in value)),
+                f"vision.{name} is {value!r}; give three numbers: red, green, blue",
             )
         require(
             self.select_layer < 0,

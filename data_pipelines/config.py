@@ -7,7 +7,7 @@ from typing import Any
 
 from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
-from conceptmoe_vl.field_checks import refuse_idle
+from conceptmoe_vl.field_checks import check_type, refuse_idle
 from conceptmoe_vl.images import MAX_PIXELS
 from data_pipelines.augment import AUGMENTATIONS
 from data_pipelines.mixing import SourceConfig, all_text, parse_sources
@@ -176,8 +176,12 @@ class DataConfig:
         if not isinstance(values, dict):
             raise UserError(f"configuration section 'data' is {values!r}; give a mapping")
         merged = {**(base or {}), **values}
+        types = {field.name: str(field.type) for field in dataclasses.fields(cls)}
         try:
-            check_known_keys(merged, [field.name for field in dataclasses.fields(cls)], "data")
+            check_known_keys(merged, types, "data")
+            for key, value in merged.items():
+                if types[key] != "Any":
+                    check_type("data", key, value, types[key])
         except ValueError as error:
             raise UserError(str(error)) from error
         config = cls(**merged)

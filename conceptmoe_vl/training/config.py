@@ -240,6 +240,7 @@ class RunConfig:
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
 
     def __post_init__(self) -> None:
+        _require(bool(self.run_dir.strip()), f"run_dir is {self.run_dir!r}; name a folder")
         _require(
             not self.training.lora.rank or self.model.init_from is not None,
             f"training.lora.rank is {self.training.lora.rank}, but the frozen weights would be "

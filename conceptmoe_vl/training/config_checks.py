@@ -24,6 +24,8 @@ def check_training(config: Any) -> None:
     _check_parts(config)
     _check_checkpoints(config)
     require_known(config.loggers, LOGGERS, "training.loggers")
+    twice = len(set(config.loggers)) < len(config.loggers)
+    require(not twice, f"training.loggers is {config.loggers}; name each once")
     require_known(config.logger_options, config.loggers, "training.logger_options")
     _check_effect(config)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.errors import NothingUsableError, UserError
 
 from .distributed import World, sum_over_ranks
 from .engine import Engine
@@ -56,9 +56,15 @@ def evaluate_held_out(
 
 
 def _in_step(batches: Iterator[Any], filler: Callable[[], Any], world: World) -> Iterator[Any]:
-    """The batches, and fillers until those of all ranks have ended."""
+    """The batches, and fillers until those of all ranks have ended.
+
+    A rank none of whose samples is usable has none, as in training.
+    """
     while True:
-        batch = next(batches, None)
+        try:
+            batch = next(batches, None)
+        except NothingUsableError:
+            batch = None
         if not sum_over_ranks([float(batch is not None)], world.device)[0]:
             return
         yield filler() if batch is None else batch

@@ -82,8 +82,26 @@ def test_scaling_reaches_every_stack_and_trains():
             {"rope_scaling": {"rope_type": "linear", "factor": 2, "fator": 3}},
             r"key 'text.rope_scaling.fator'; the nearest known key is 'factor'",
         ),
+        ({"rope_theta": 0}, r"text.rope_theta is 0; give a number above 0"),
+        ({"balance_loss_weight": -1}, r"balance_loss_weight is -1; give a number of 0 or more"),
+        ({"rms_norm_eps": float("nan")}, r"text.rms_norm_eps is nan; give a number above 0"),
+        ({"head_dim": 0}, r"text.head_dim is 0; give a number of 1 or more"),
+        ({"concept_loops": [1]}, r"text.concept_loops holds 1; each entry is \[first"),
     ],
 )
 def test_refusals(text, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(text=text, vision=None)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "vision", "message"),
+    [
+        ({"ratio_loss_weight": float("inf")}, None, "ratio_loss_weight is inf; give a number of 0"),
+        ({"tau": 0.5}, None, "chunk.tau is 0.5; give a number of 1 or more"),
+        ({}, {"mean": [0.5]}, r"vision.mean is \[0.5\]; give three numbers: red, green, blue"),
+    ],
+)
+def test_refusals_of_other_sections(chunk, vision, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(vision=vision, **chunk)

@@ -90,6 +90,8 @@ def test_resolved_configuration_is_a_valid_input(path, tmp_path):
             "training.lora.alpha is 4.0, which has no effect: training.",
         ),
         ("training.lora={targets: [attention]}", "training.lora.targets is ['attention'], which"),
+        ("run_dir=''", "run_dir is ''; name a folder"),
+        ("training.loggers=[wandb, wandb]", "training.loggers is ['wandb', 'wandb']; name each"),
         ("training.decay_fraction=0.5", "has no effect: training.schedule is cosine"),
         (
             "training={max_steps: 1, checkpoint_every: 2, keep_every: 4, keep_checkpoints: 0}",
@@ -235,6 +237,19 @@ def test_idle_settings_of_the_data_are_refused(values, message):
         DataConfig.from_mapping({"shards": "x", **values})
     # what another section lays over them is no mistake of theirs
     assert DataConfig.from_mapping({"shards": "y"}, values).shards == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shuffle": "no"}, "data.shuffle is 'no'; its type is bool"),
+        ({"held_out": None}, "data.held_out is None; its type is float"),
+        ({"max_skip_share": "1%"}, "data.max_skip_share is '1%'; its type is float"),
+    ],
+)
+def test_types_of_the_data_section(values, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig.from_mapping({"shards": "x", **values})
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ SPECS = [
         {"name": f"evaluated-{number}", "steps": 1, "evaluate": True, "held_out_missing": missing}
         for number, missing in enumerate(UNEVEN)
     ],
+    {"name": "evaluated-unusable", "steps": 1, "evaluate": True, "held_out_unusable": [1]},
 ]
 
 
@@ -320,6 +321,15 @@ def test_held_out_batches_need_not_be_equal_in_number(two, tmp_path, number):
     expected = run({"name": "reference", "engine": "torch", **spec}, tmp_path, world)["evaluation"]
     for results in ranks:
         assert results[f"evaluated-{number}"]["evaluation"] == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_rank_without_a_usable_held_out_sample_takes_part(two, tmp_path):
+    missing = [[step, number] for step in range(2) for number in (2, 3)]  # those of rank 1
+    spec = {"steps": 1, "evaluate": True, "held_out_missing": missing}
+    world = World(0, 1, 0, torch.device("cpu"))
+    expected = run({"name": "reference", "engine": "torch", **spec}, tmp_path, world)["evaluation"]
+    for results in two[1]:
+        assert results["evaluated-unusable"]["evaluation"] == pytest.approx(expected, rel=2e-5)
 
 
 def test_one_process_under_deepspeed_gives_plain_torch(tmp_path):

@@ -277,6 +277,7 @@ def test_ctrl_c_saves_and_the_next_run_goes_on(config_file, tmp_path, monkeypatc
         ("model.chunk.sigma=0.5", "model.chunk.sigma is 0.5, which has no effect: chunk.noise is"),
         ("model.generation.max_new_token=9", "the nearest known key is 'max_new_tokens'"),
         ("model.generation.max_new_tokens=-1", "model.generation cannot be used: `max_new_tokens`"),
+        ("model.generation.eos_token_id=x", "eos_token_id is 'x'; give a token's number"),
         ("model.generation.temperature=0.5", "model.generation cannot be used: GenerationConfig"),
         ("run_dir=/dev/null/run", "cannot write /dev/null/run"),
     ],

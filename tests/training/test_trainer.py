@@ -203,6 +203,8 @@ def test_data_without_a_batch_is_an_error(trainer):
     nothing = [[0, number] for number in range(4)]
     with pytest.raises(UserError, match="the held-out data gave no batch on any process; add"):
         trainer("evaluation", held_out_missing=nothing).evaluate()
+    with pytest.raises(UserError, match="the held-out data gave no batch on any process; add"):
+        trainer("unusable", held_out_unusable=[0]).evaluate()
 
 
 def test_no_usable_sample_on_any_rank_is_an_error(trainer):

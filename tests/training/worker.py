@@ -5,7 +5,7 @@
 
 A specification: name, stage (ZeRO), and optionally steps, images, accumulation, precision, noise,
 auxiliary (weights of the auxiliary losses), masked_steps, poisoned, missing, held_out_missing,
-unusable (ranks without a usable sample),
+unusable and held_out_unusable (ranks without a usable sample),
 checkpoint_every, evaluate_every, run_dir, engine, freeze, freeze_layers, lora,
 activation_checkpointing, experts (of a layer), zero (further keys of zero_optimization).
 """
@@ -77,7 +77,10 @@ def make_trainer(spec: dict[str, Any], out: Path, world: World) -> Trainer:
         world,
         held_out=lambda: iter(
             SyntheticStream(
-                *(world.rank, world.size), steps=2, missing=tuple(spec.get("held_out_missing", ()))
+                *(world.rank, world.size),
+                steps=2,
+                missing=tuple(spec.get("held_out_missing", ())),
+                unusable=world.rank in spec.get("held_out_unusable", ()),
             )
         ),
         evaluate_every=spec.get("evaluate_every", 0),
