@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 # Of the kernels behind attention and grouped products a version of torch may lack some. `baddbmm`
@@ -30,7 +31,30 @@ _KEPT = (
 
 def keep_products() -> Any:
     """The two contexts of `torch.utils.checkpoint.checkpoint` (its `context_fn`)."""
-    return create_selective_checkpoint_contexts(_kept_operations())
+    kept = _kept_operations()
+    forward, again = create_selective_checkpoint_contexts(kept)
+    return _Only(forward, kept), _Only(again, kept)
+
+
+class _Only(TorchDispatchMode):
+    """Shows one of torch's two contexts the kept operations alone.
+
+    They count every operation, and want those of the forward pass again. But ZeRO-3 gathers and
+    frees a weight where it is needed: in the forward pass, in the recomputation, or in neither.
+    """
+
+    def __init__(self, mode: Any, kept: list[Any]) -> None:
+        super().__init__()
+        self._mode, self._kept = mode, kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._kept:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _kept_operations() -> list[Any]:

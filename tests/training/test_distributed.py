@@ -65,6 +65,16 @@ SPECS = [
         for stage in (2, 3)
     ],
     *[
+        {
+            "name": f"recomputed-{stage}-{how}",
+            "stage": stage,
+            "activation_checkpointing": how,
+            "evaluate_every": 1,
+        }
+        for stage in (2, 3)
+        for how in (True, "selective")
+    ],
+    *[
         {"name": f"offloaded-{stage}", "zero": zero_section(path), "export": True}
         for stage, path in OFFLOADED.items()
     ],
@@ -189,6 +199,15 @@ def test_bfloat16_keeps_weights_moments_and_gradients_in_float32(two, tmp_path, 
     for tensor in saved.trained.values():
         assert {p.dtype for each in tensor.pieces.values() for p in each} == {torch.float32}
         assert tensor.pieces.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_layers_between_evaluations(two, tmp_path, stage, how):
+    """An evaluation changes where ZeRO-3 gathers and frees weights in the next forward pass."""
+    expected = reference(tmp_path)
+    for results in two[1]:
+        assert_same(results[f"recomputed-{stage}-{how}"]["metrics"], expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -96,6 +96,8 @@ def run(spec: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
         metrics.append(trainer.step())
         if spec.get("checkpoint_every") and trainer.step_number % spec["checkpoint_every"] == 0:
             trainer.save_checkpoint()
+        if spec.get("evaluate_every") and trainer.step_number % spec["evaluate_every"] == 0:
+            trainer.evaluate()
     result = {"resumed": resumed, "metrics": metrics, "keys": trainer.stream.keys_seen}
     if spec.get("evaluate"):
         result["evaluation"] = trainer.evaluate()
