@@ -100,7 +100,7 @@ def setup(quiet: bool = False) -> str | None:
 
 
 def command_line() -> int:
-    """The console script `conceptmoe-vl`: the settings first, then the package, with torch."""
+    """The console script `conceptmoe-vl`: the settings first, then what may import torch."""
     setup(quiet=True)
     from conceptmoe_vl.cli import main
 

@@ -10,16 +10,33 @@ A run writes one folder (see docs/training.md); the same command again resumes i
 
 from __future__ import annotations
 
+import argparse
+import sys
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a ConceptMoE-VL model from a YAML configuration.",
+        epilog="Overrides take dotted keys: training.max_steps=100 model.chunk.target_ratio=4",
+    )
+    parser.add_argument("--config", required=True, help="YAML file, as configs/easy_vqa.yaml")
+    # the deepspeed launcher's
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    parse_arguments(None)  # --help and a wrong call end here, before seconds of imports
+
+# ruff: noqa: E402  (the lines below must run before torch is imported)
 import conceptmoe_vl_runtime
 
 conceptmoe_vl_runtime.setup()
 
-# ruff: noqa: E402  (the lines above must run before torch is imported)
-import argparse
 import dataclasses
 import itertools
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,18 +54,6 @@ from conceptmoe_vl.training.peers import LOST_STATUS
 from data_pipelines.config import DataConfig
 from data_pipelines.opening import iter_source_texts
 from data_pipelines.stream import build_stream
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a ConceptMoE-VL model from a YAML configuration.",
-        epilog="Overrides take dotted keys: training.max_steps=100 model.chunk.target_ratio=4",
-    )
-    parser.add_argument("--config", required=True, help="YAML file, as configs/easy_vqa.yaml")
-    # the deepspeed launcher's
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
-    return parser.parse_args(arguments)
 
 
 def held_out_batches(

@@ -7,27 +7,32 @@ size, `E` experts, `K` experts per token, `F` expert width, `V` vocabulary, `G` 
 its shape in the docstring.
 """
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-)
+from __future__ import annotations
 
-from conceptmoe_vl.configuration import ConceptMoEVLConfig
-from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
-from conceptmoe_vl.processing import ConceptMoEVLProcessor, register
+import sys
+from typing import TYPE_CHECKING
 
-AutoConfig.register(ConceptMoEVLConfig.model_type, ConceptMoEVLConfig)
-for _auto in (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-):
-    _auto.register(ConceptMoEVLConfig, ConceptMoEVLForConditionalGeneration)
-register()
+from conceptmoe_vl.lazy_names import lazy_names
+from conceptmoe_vl.registration import RegisterBehindImports
+
+if TYPE_CHECKING:
+    from conceptmoe_vl.configuration import ConceptMoEVLConfig
+    from conceptmoe_vl.modeling import ConceptMoEVLForConditionalGeneration
+    from conceptmoe_vl.processing import ConceptMoEVLProcessor
 
 __version__ = "0.1.0"
 __all__ = ["ConceptMoEVLConfig", "ConceptMoEVLForConditionalGeneration", "ConceptMoEVLProcessor"]
+
+# At their first use: torch, timm and transformers take seconds to import.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ConceptMoEVLConfig": "configuration",
+        "ConceptMoEVLForConditionalGeneration": "modeling",
+        "ConceptMoEVLProcessor": "processing",
+    },
+)
+
+_registering = RegisterBehindImports()
+sys.meta_path.insert(0, _registering)
+_registering.register_when_possible()

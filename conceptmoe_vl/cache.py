@@ -33,6 +33,19 @@ _LEVELS = {
 }
 
 
+def check_cache(given: object) -> None:
+    """Refuses a cache that is not this model's.
+
+    Raises:
+        ValueError: it is another class's, such as transformers' `DynamicCache` or old tuples.
+    """
+    if given is not None and not isinstance(given, ConceptCache):
+        raise ValueError(
+            f"the cache is a {type(given).__name__}; this model needs a ConceptCache: the one that "
+            "a call with use_cache=True returned, or none"
+        )
+
+
 class KeyValueStore:
     """Keys and values of one executed layer for all rows: `[B, N_kv, capacity, H]` each."""
 

@@ -21,7 +21,6 @@ from conceptmoe_vl.configuration import ChunkConfig
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
 
-DEFAULT_RATIOS = (1.05, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 HISTOGRAM_BINS = 20
 
 

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
-from conceptmoe_vl.cache import ConceptCache
+from conceptmoe_vl.cache import ConceptCache, check_cache
 
 # The keyword under which this transformers hands the cache around.
 _CACHE_NAME = (
@@ -38,10 +38,7 @@ class ConceptMoEGenerationMixin(GenerationMixin):
                 f"cache_implementation='{generation_config.cache_implementation}' is not "
                 "supported: this model has its own two-level cache; leave the option out"
             )
-        if given is not None and not isinstance(given, ConceptCache):
-            raise ValueError(
-                f"the cache is a {type(given).__name__}; this model needs a ConceptCache"
-            )
+        check_cache(given)
         if generation_config.use_cache is False:
             return
         model_kwargs[_CACHE_NAME] = given if given is not None else ConceptCache(self.config)

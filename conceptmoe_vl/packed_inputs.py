@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from conceptmoe_vl.cache import ConceptCache
+from conceptmoe_vl.cache import ConceptCache, check_cache
 from conceptmoe_vl.layout import PackedLayout
 
 
@@ -32,6 +32,7 @@ class PackedInputs:
                 "give [B, N] ids, or [T] ids with cu_seqlens"
             )
         self.kept_BN: Tensor | None = None
+        check_cache(cache)
         self.padded = False
         if cu_seqlens is not None:
             if cache is not None:

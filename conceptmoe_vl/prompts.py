@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from conceptmoe_vl.errors import DataFaultError
 from conceptmoe_vl.tokenizing import IMAGE, IMAGE_END, IMAGE_START
@@ -252,6 +251,9 @@ class PromptBuilder:
         return _MARK.sub(lambda match: contents[int(match[1])], text)
 
     def _render_marks(self, roles: tuple[str, ...], add_generation_prompt: bool) -> str:
+        # With torch: checks of records need neither.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         messages = [
             {"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)
         ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IMAGE_START, IMAGE, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
@@ -27,6 +29,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Raises:
         ValueError: `vocab_size` is too small for the 256 bytes.
     """
+    from transformers import PreTrainedTokenizerFast  # with torch: readers of shards need neither
+
     if vocab_size < _SMALLEST_VOCABULARY:
         raise ValueError(
             f"tokenizer vocab_size is {vocab_size}; 256 bytes and {len(SPECIAL_TOKENS)} special "

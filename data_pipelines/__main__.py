@@ -14,7 +14,7 @@ from rich.console import Console
 from conceptmoe_vl.errors import UserError
 from data_pipelines.build_command import add_build, check_source, positive
 from data_pipelines.layouts import LAYOUTS
-from data_pipelines.pieces import visible
+from data_pipelines.visible import visible
 
 _LEARNT = 4096  # characters of a text that the small tokenizer is learnt from
 

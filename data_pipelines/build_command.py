@@ -16,8 +16,8 @@ from conceptmoe_vl.errors import UserError
 from data_pipelines import building
 from data_pipelines.importing import layout_recipe
 from data_pipelines.layouts import LAYOUTS
-from data_pipelines.pieces import visible
 from data_pipelines.sources import SOURCES
+from data_pipelines.visible import visible
 from data_pipelines.workers import default_workers
 from data_pipelines.writing import REJECTS, ShardSize
 

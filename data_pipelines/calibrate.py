@@ -8,6 +8,7 @@ from typing import Any
 import conceptmoe_vl_runtime
 from conceptmoe_vl.errors import UserError
 
+RATIOS = (1.05, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 _TEXT = (
     "Measures how p of the boundaries is distributed on shards of yours, by modality, and stores "
     "the thresholds for a range of ratios in the model's folder: generate(compression=R), demo.py "
@@ -17,8 +18,6 @@ _TEXT = (
 
 def add_command(commands: Any) -> None:
     """Adds `calibrate` to the commands of `conceptmoe-vl` (an entry point)."""
-    from conceptmoe_vl.calibration import DEFAULT_RATIOS
-
     parser = commands.add_parser(
         "calibrate", help="store thresholds for --compression", description=_TEXT
     )
@@ -37,7 +36,7 @@ def add_command(commands: Any) -> None:
         "--ratios",
         type=float,
         nargs="+",
-        default=list(DEFAULT_RATIOS),
+        default=list(RATIOS),
         metavar="R",
         help="ratios to store (default: %(default)s)",
     )

@@ -10,8 +10,8 @@ import numpy as np
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
-from data_pipelines.pieces import visible
 from data_pipelines.statistics import Statistics
+from data_pipelines.visible import visible
 
 _BLUE, _GREY = "#3567a8", "#68707a"
 _SOURCES = 12  # shown by name; the smaller ones as one bar

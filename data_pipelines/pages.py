@@ -22,9 +22,10 @@ from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
 from conceptmoe_vl.images import ImageError
 from conceptmoe_vl.prompts import Picture
-from data_pipelines.pieces import Piece, encode_whole, token_pieces, visible
+from data_pipelines.pieces import Piece, encode_whole, token_pieces
 from data_pipelines.records import RecordError
 from data_pipelines.shards import IndexedSample, ShardReader, index_shards
+from data_pipelines.visible import visible
 
 _THUMBNAIL = 256  # pixels, of the longer side
 _OPEN_TOKENS = 1500  # a sample of more tokens shows them when asked

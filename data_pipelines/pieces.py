@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from data_pipelines.records import Conversation
 from data_pipelines.shards import IndexedSample, ShardReader, read_sample
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8: a character may be spread over as many tokens
-_KEPT = "\n\t\u200c\u200d"  # joiners make letters of several scripts and emoji
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +88,3 @@ def _character_end(tokenizer: Any, ids: list[int], labels: list[int], start: int
         if "\ufffd" not in tokenizer.decode(ids[start:end]):
             return end
     return start + 1
-
-
-def visible(text: str) -> str:
-    """The text with control characters as `<U+001B>`: none of them moves a cursor or turns the
-    direction of what follows. Line breaks, tabs and joiners stay."""
-    return "".join(
-        character
-        if character in _KEPT or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
-        else f"<U+{ord(character):04X}>"
-        for character in text
-    )

@@ -14,10 +14,11 @@ from rich.text import Text
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.images import ImageError, decode_image
 from conceptmoe_vl.processing import EncodedSample
-from data_pipelines.pieces import Piece, encode_whole, token_pieces, visible
+from data_pipelines.pieces import Piece, encode_whole, token_pieces
 from data_pipelines.records import Conversation, RecordError
 from data_pipelines.shards import IndexedSample, ShardIndex, ShardReader, index_shards, read_sample
 from data_pipelines.statistics import CountTokens, Statistics, gather
+from data_pipelines.visible import visible
 
 _SHOWN_CHARACTERS = 60
 

@@ -19,7 +19,8 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor, build_processor, tra
 from .config import ModelSection, RunConfig
 from .distributed import World, raise_together, share_from_main, wait_for_all
 from .idle_settings import check_effect
-from .run_files import LINES, checkpoints_in, recover_folders, replace_folder, set_seed
+from .random_states import set_seed
+from .run_files import LINES, checkpoints_in, recover_folders, replace_folder
 from .yaml_io import read_yaml
 
 _SECTIONS = ("text", "chunk", "vision")

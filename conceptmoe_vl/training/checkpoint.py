@@ -20,17 +20,15 @@ from conceptmoe_vl.files import sync
 from .config import TrainingConfig
 from .distributed import World, gather_objects, raise_together, share_from_main, wait_for_all
 from .engine import Engine
+from .random_states import random_state, set_random_state, set_seed
 from .resuming import layout_of, load_engine
 from .run_files import (
     FORMAT,
     checkpoints_in,
-    random_state,
     read_manifest,
     remove_checkpoint,
     remove_old_checkpoints,
     replace_folder,
-    set_random_state,
-    set_seed,
     step_of,
     write_json,
     write_text,

@@ -12,7 +12,7 @@ from conceptmoe_vl.errors import NothingUsableError, UserError
 from .distributed import World, sum_over_ranks
 from .engine import Engine
 from .metrics import StepStatistics
-from .run_files import random_state, set_random_state
+from .random_states import random_state, set_random_state
 
 
 @torch.no_grad()

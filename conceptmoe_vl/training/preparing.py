@@ -14,7 +14,7 @@ from conceptmoe_vl.recomputation import keep_products
 from .config import TrainingConfig
 from .lora import add_adapters
 from .parts import layer_of, layer_range, part_of
-from .run_files import set_seed
+from .random_states import set_seed
 
 
 def prepare_model(model: Any, config: TrainingConfig) -> None:

@@ -40,8 +40,9 @@ from .metrics import StepStatistics, peak_memory_bytes
 from .parameters import summarise_parts
 from .preparing import prepare_model
 from .progress import Reporter
+from .random_states import set_seed
 from .resuming import batch_of_run
-from .run_files import drop_lines_after, set_seed
+from .run_files import drop_lines_after
 from .run_log import RunLog
 from .schedule import run_progress, set_learning_rates
 from .speed import Speed

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from conceptmoe_vl import journal
 from conceptmoe_vl.cache import ConceptCache
@@ -296,3 +297,9 @@ def test_a_reset_cache_and_reused_rows(mode):
     out = give(model, cache, documents)
     for row, logits in enumerate(expected):
         torch.testing.assert_close(out.logits[row], logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("foreign", [((torch.zeros(1), torch.zeros(1)),), DynamicCache()])
+def test_another_cache_is_refused_by_a_call(foreign):
+    with pytest.raises(ValueError, match=f"is a {type(foreign).__name__}; .* ConceptCache"):
+        tiny_model(vision=None)(torch.tensor([[5, 6]]), past_key_values=foreign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TextIteratorStreamer, TextStreamer
 
 from conceptmoe_vl import ConceptMoEVLForConditionalGeneration, ConceptMoEVLProcessor
+from conceptmoe_vl.streaming import stream_text
 from tests.model_folder import save_model_folder
 
 TEXTS = [
@@ -138,6 +140,62 @@ def test_a_stop_string_ends_in_the_middle_of_tokens(model, processor, use_cache)
         out = generate(model, processor, [answer], stop_strings=[stop, "never"], **options)
         assert processor.tokenizer.decode(out[0]).startswith(expected)
         assert len(out[0]) < len(answer)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_of_text(model, processor, text):
+    inputs = prompt_of(processor)
+    ids = [*ids_of(processor, text), processor.tokenizer.eos_token_id]
+    forced = LogitsProcessorList([Forced([ids], inputs["input_ids"].shape[1])])
+    pieces = list(
+        stream_text(model, processor.tokenizer, inputs, max_new_tokens=200, logits_processor=forced)
+    )
+    assert "".join(pieces) == text
+    assert all(pieces)
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_a_failure_reaches_the_reader_of_a_stream(model, processor, monkeypatch):
+    calls = itertools.count()
+    forward = model.language_model.decoder.forward
+
+    def broken(*arguments, **options):
+        if next(calls) == 3:
+            raise RuntimeError("the machine is on fire")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(model.language_model.decoder, "forward", broken)
+    inputs = prompt_of(processor)
+    ids = ids_of(processor, "one two three four")
+    forced = LogitsProcessorList([Forced([ids], inputs["input_ids"].shape[1])])
+    stream = stream_text(
+        model, processor.tokenizer, inputs, max_new_tokens=50, logits_processor=forced
+    )
+    pieces = []
+    with pytest.raises(RuntimeError, match="on fire"):
+        pieces.extend(stream)
+    assert next(calls) == 4  # nothing was generated behind the failure
+
+
+def test_a_reader_that_leaves_ends_the_generation(model, processor):
+    steps = itertools.count()
+
+    class Counting(Forced):
+        def __call__(self, input_ids, scores):
+            next(steps)
+            return super().__call__(input_ids, scores)
+
+    inputs = prompt_of(processor)
+    ids = ids_of(processor, "a b " * 400)
+    forced = LogitsProcessorList([Counting([ids], inputs["input_ids"].shape[1])])
+    stream = stream_text(
+        model, processor.tokenizer, inputs, max_new_tokens=len(ids), logits_processor=forced
+    )
+    next(stream)
+    stream.close()
+    done = next(steps)
+    assert done < len(ids)
+    assert next(steps) == done + 1  # and nobody went on counting
 
 
 def test_a_failure_while_generating_reaches_the_caller(model, processor, monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 from conceptmoe_vl.image_processing import ConceptMoEVLImageProcessor
 from conceptmoe_vl.processing import ConceptMoEVLProcessor, register, train_tokenizer
 from data_pipelines.__main__ import main
-from data_pipelines.pieces import token_pieces, visible
+from data_pipelines.pieces import token_pieces
+from data_pipelines.visible import visible
 from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import encoded_image, failure, noise, record, toy_shards
 
