@@ -176,14 +176,19 @@ def show_prompt(
     messages: list[dict],
     name: str,
     compression: float | None = None,
+    trace: ChunkTrace | None = None,
 ) -> ShownPrompt:
     """A prompt's chunks: pictures in both image modes side by side, text as the model cuts it.
+
+    Args:
+        trace: of the prompt in the model's own image mode; None: it is traced here.
 
     Raises:
         UserError: as `trace_conversation`.
     """
     own = model.config.chunk.image_mode
-    traces = {own: trace_conversation(model, processor, messages, compression)}
+    trace = trace or trace_conversation(model, processor, messages, compression)
+    traces = {own: trace}
     pictures = [
         decode_image(part["image"], processor.image_processor.background)
         for message in with_images(messages)
@@ -203,7 +208,6 @@ def show_prompt(
         ]
         for number, picture in enumerate(pictures)
     ]
-    trace = traces[own]
     facts = [("tokens", f"{len(trace.ids):,}"), ("concepts", f"{trace.concepts:,}")]
     for modality in (None, *MODALITIES):
         ratio = trace.ratio(modality)

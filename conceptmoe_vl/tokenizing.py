@@ -61,6 +61,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens: of those with a part of their own, and of those added as such."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
+
+
 def add_special_tokens(tokenizer: Any) -> int:
     """Gives a foreign tokenizer the special tokens that it lacks, and a pad token.
 

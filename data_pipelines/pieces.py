@@ -8,6 +8,7 @@ from typing import Any
 
 from conceptmoe_vl.images import decode_image
 from conceptmoe_vl.processing import IGNORED, EncodedSample
+from conceptmoe_vl.tokenizing import special_ids
 from data_pipelines.encoding import with_pictures
 from data_pipelines.records import Conversation
 from data_pipelines.shards import IndexedSample, ShardReader, read_sample
@@ -61,9 +62,7 @@ def token_pieces(processor: Any, ids: list[int], labels: list[int]) -> Iterator[
         labels: as long as `ids`; -100 where a token is not supervised.
     """
     tokenizer = processor.tokenizer
-    special = set(tokenizer.all_special_ids) | {
-        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    special = special_ids(tokenizer)
     place = 0
     while place < len(ids):
         token, supervised = ids[place], labels[place] != IGNORED

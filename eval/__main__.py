@@ -12,6 +12,7 @@ import argparse
 import sys
 
 import conceptmoe_vl_runtime
+from eval.arguments import add_asking_options, add_data_options, add_model_options
 from eval.long_context.arguments import long_parser, perplexity_parser
 
 # torch is imported within the functions, after conceptmoe_vl_runtime.setup().
@@ -23,42 +24,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder (RUN/model)")
-    parser.add_argument(
-        "--tasks",
-        required=True,
-        metavar="NAMES",
-        help="tasks, with commas: easy_vqa, or YAML files that describe one",
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="folder or file of the data (default: the task's own)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=64,
-        metavar="N",
-        help="questions at once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compression",
-        type=float,
-        metavar="R",
-        help="tokens per concept; 1 compresses nothing (default: what the model was trained for)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask the first N questions only")
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="folder of the results, one folder a task in it (default: RUN/eval beside RUN/model, "
-        "otherwise eval_results/NAME)",
-    )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="ask everything anew, also what OUTPUT/replies holds of this model and these settings",
-    )
-    parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
+    add_model_options(parser)
+    add_data_options(parser)
+    add_asking_options(parser)
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from eval.report import Speed, print_report, summarise, write_results, write_sam
 from eval.runner import Asked, Asker, Sample, to_sample
 from eval.tasks import Question, Task, get_tasks
 
+Loaded = tuple[Task, Sequence[Question]]
 _LIBRARIES = ("torch", "transformers", "timm", "numpy", "tokenizers")
 
 
@@ -49,6 +50,14 @@ def default_output(model: Path) -> Path:
     return Path("eval_results") / model.name
 
 
+def check_counts(arguments: argparse.Namespace, *names: str, least: int = 1) -> None:
+    """Raises `UserError` where one of these arguments is given and too small."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
+
+
 def evaluate_tasks(
     arguments: argparse.Namespace,
     make_tasks: Callable[[Any], Sequence[Task]] | None = None,
@@ -64,25 +73,49 @@ def evaluate_tasks(
     Raises:
         UserError: an argument, the data or the model cannot be used, or a question not be asked.
     """
-    for name in ("batch_size", "limit"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
+    check_counts(arguments, "batch_size", "limit")
     with joined() as world:
         # What can be refused without the seconds that a model takes to load is refused first.
         tasks = [] if make_tasks else get_tasks(arguments.tasks)
         check_model_folder(arguments.model)
-        questions = {task.name: _questions(task, arguments) for task in tasks}
+        loaded: Iterable[Loaded] = load_questions(tasks, arguments)
         model, processor = load_pretrained(arguments.model, world.device(arguments.device))
-        check_reachable(model, arguments.compression)
-        output = arguments.output or default_output(Path(arguments.model))
-        identity = _identity(model, arguments, world)
-        asker = Asker(model, processor, arguments.batch_size, arguments.compression)
-        run = _Run(arguments, world, asker, Path(output), identity)
-        for task in make_tasks(processor) if make_tasks else tasks:
-            _evaluate_task(task, questions.get(task.name) or _questions(task, arguments), run)
+        if make_tasks:
+            made = make_tasks(processor)
+            loaded = ((task, _questions(task, arguments)) for task in made)
+        output = Path(arguments.output or default_output(Path(arguments.model)))
+        evaluate_loaded(model, processor, loaded, arguments, output, world)
         if world.is_main:
-            finish(run.output)
+            finish(output)
+
+
+def evaluate_loaded(
+    model: Any,
+    processor: Any,
+    loaded: Iterable[Loaded],
+    arguments: argparse.Namespace,
+    output: Path,
+    world: World,
+) -> None:
+    """Asks questions that are there, and writes the results into `output`.
+
+    Raises:
+        UserError: the model cannot reach `arguments.compression`, or a question not be asked.
+    """
+    check_reachable(model, arguments.compression)
+    asker = Asker(model, processor, arguments.batch_size, arguments.compression)
+    run = _Run(arguments, world, asker, output, _identity(model, arguments, world))
+    for task, questions in loaded:
+        _evaluate_task(task, questions, run)
+
+
+def load_questions(tasks: Sequence[Task], arguments: argparse.Namespace) -> list[Loaded]:
+    """Tasks with their questions, `arguments.limit` at most.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+    return [(task, _questions(task, arguments)) for task in tasks]
 
 
 def _questions(task: Task, arguments: argparse.Namespace) -> Sequence[Question]:

@@ -1,4 +1,4 @@
-"""What both adaptors share: arguments of a command line, and answers under a task's settings."""
+"""What all adaptors share: arguments of a command line, and answers under a task's settings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from conceptmoe_vl.asking import Answer
-from conceptmoe_vl.continuous_batching import generate_all
+from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained
+from conceptmoe_vl.continuous_batching import LogLikelihood, generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.requests import Prompt
 
@@ -89,47 +89,92 @@ def generation_settings(given: dict[str, Any], longest: int) -> tuple[int, tuple
     return int(length), tuple(text for text in stop if text)
 
 
-def generate_answers(
-    model: Any,
-    processor: Any,
-    prompts: Sequence[Prompt],
-    settings: Sequence[tuple[int, tuple[str, ...]]],
-    batch_size: int,
-    compression: float | None,
-    on_answer: Callable[[int, Answer], None],
-) -> list[Answer]:
-    """Answers to prompts, those of equal settings in one go, in the order of the prompts.
+class HarnessModel:
+    """The model behind a harness's own class, with the arguments of its command line.
 
-    Args:
-        settings: of each prompt, most new tokens and stop strings.
-        on_answer: called with each number and answer as it is there.
+    Fields:
+        model, processor: loaded. batch_size: rows at a time. compression: None: as trained.
     """
-    answers: dict[int, Answer] = {}
-    longest = model.config.text.max_position_embeddings
-    for setting in dict.fromkeys(settings):
-        numbers = [number for number, own in enumerate(settings) if own == setting]
 
-        def keep(
-            index: int, answer: Answer, numbers: list[int] = numbers, new: int = setting[0]
-        ) -> None:
-            number = numbers[index]
-            answers[number] = answer
-            if answer.prompt_tokens + new > longest:
-                warnings.warn(
-                    f"a prompt of {answer.prompt_tokens} tokens and {new} new ones are more than "
-                    f"the {longest} of text.max_position_embeddings; nothing was cut",
-                    stacklevel=2,
-                )
-            on_answer(number, answer)
+    model: Any
+    processor: Any
+    batch_size: int
+    compression: float | None
 
-        generate_all(
-            model,
-            processor,
-            (prompts[number] for number in numbers),
-            max_new_tokens=setting[0],
-            batch_size=batch_size,
-            stop=setting[1],
-            compression=compression,
-            on_answer=keep,
-        )
-    return [answers[number] for number in range(len(prompts))]
+    def open(
+        self,
+        pretrained: str | None,
+        device: str | None,
+        batch_size: int | str | None,
+        compression: Any,
+        unknown: dict[str, Any],
+        own: Sequence[str],
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            unknown: arguments that are none. own: names of those that the harness's class adds.
+
+        Raises:
+            UserError: no such model, or an argument is unknown or of no use.
+        """
+        names = ["pretrained", "compression", *own]
+        refuse_unknown(unknown, f"{', '.join(names[:-1])} and {names[-1]}")
+        self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
+        self.batch_size = batch_of(batch_size)
+        self.compression = number_of(compression, "compression", float)
+        check_reachable(self.model, self.compression)
+
+    def likelihoods(self, pairs: Sequence[tuple[Prompt, str]]) -> list[LogLikelihood]:
+        """Of each continuation behind its prompt."""
+        return log_likelihoods(self.model, self.processor, pairs, self.batch_size, self.compression)
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        given: Sequence[dict[str, Any]],
+        longest: int,
+        on_answer: Callable[[int, Answer], None] = lambda number, answer: None,
+    ) -> list[Answer]:
+        """Answers to prompts, those of equal settings in one go, in the order of the prompts.
+
+        Args:
+            given: of each prompt, its task's generation settings. longest: tokens of an answer
+                where they say nothing.
+            on_answer: called with each number and answer as it is there.
+
+        Raises:
+            UserError: settings ask for sampling or beams.
+        """
+        settings = [generation_settings(values, longest) for values in given]
+        answers: dict[int, Answer] = {}
+        for max_new_tokens, stop in dict.fromkeys(settings):
+            numbers = [n for n, own in enumerate(settings) if own == (max_new_tokens, stop)]
+
+            def keep(
+                index: int, answer: Answer, numbers: list[int] = numbers, new: int = max_new_tokens
+            ) -> None:
+                answers[numbers[index]] = answer
+                self._warn_of_length(answer.prompt_tokens, new)
+                on_answer(numbers[index], answer)
+
+            generate_all(
+                self.model,
+                self.processor,
+                (prompts[number] for number in numbers),
+                max_new_tokens,
+                self.batch_size,
+                stop,
+                self.compression,
+                keep,
+            )
+        return [answers[number] for number in range(len(prompts))]
+
+    def _warn_of_length(self, prompt: int, new: int) -> None:
+        longest = self.model.config.text.max_position_embeddings
+        if prompt + new > longest:
+            warnings.warn(
+                f"a prompt of {prompt} tokens and {new} new ones are more than the {longest} of "
+                "text.max_position_embeddings; nothing was cut",
+                stacklevel=2,
+            )

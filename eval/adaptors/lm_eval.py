@@ -17,28 +17,19 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained
-from conceptmoe_vl.continuous_batching import Rendered, log_likelihoods
+from conceptmoe_vl.asking import Answer
+from conceptmoe_vl.continuous_batching import Rendered
 from conceptmoe_vl.likelihoods import Continuations, score_continuations, start_token
 from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.tokenizing import IMAGE, IMAGE_END, IMAGE_START
-from eval.adaptors.generating import (
-    NAME,
-    batch_of,
-    device_of,
-    generate_answers,
-    generation_settings,
-    number_of,
-    pretrained_of,
-    refuse_unknown,
-)
+from eval.adaptors.generating import NAME, HarnessModel, number_of
 
 # What tasks of lm-eval write for a picture.
 _PICTURE = "<image>"
 
 
 @register_model(NAME)
-class ConceptMoEVLForLMEval(LM):
+class ConceptMoEVLForLMEval(HarnessModel, LM):
     """`--model conceptmoe_vl --model_args pretrained=DIR[,compression=R][,max_length=N]`.
 
     Text and pictures; loglikelihood, loglikelihood_rolling and generate_until (greedy only).
@@ -68,22 +59,17 @@ class ConceptMoEVLForLMEval(LM):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        refuse_unknown(unknown, "pretrained, compression, max_length and max_gen_toks")
         self._rank, self._world_size = _join_processes()
-        self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
+        own = ("max_length", "max_gen_toks")
+        self.open(pretrained, device, batch_size, compression, unknown, own)
         self._device = self.model.device
-        self.batch_size = batch_of(batch_size)
-        self.compression = number_of(compression, "compression", float)
-        check_reachable(self.model, self.compression)
         longest = self.model.config.text.max_position_embeddings
         self.max_length = number_of(max_length, "max_length", int) or longest
         self.max_gen_toks = number_of(max_gen_toks, "max_gen_toks", int)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [(prompt_of(*request.args[::2]), request.args[1]) for request in requests]
-        scores = log_likelihoods(
-            self.model, self.processor, pairs, self.batch_size, self.compression
-        )
+        scores = self.likelihoods(pairs)
         results = [(score.sum, score.is_greedy) for score in scores]
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, result)
@@ -112,21 +98,12 @@ class ConceptMoEVLForLMEval(LM):
         return results
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        prompts = [prompt_of(*request.args[::2]) for request in requests]
-        settings = [generation_settings(request.args[1], self.max_gen_toks) for request in requests]
-
         def keep(number: int, answer: Answer) -> None:
             self.cache_hook.add_partial("generate_until", requests[number].args, answer.text)
 
-        answers = generate_answers(
-            self.model,
-            self.processor,
-            prompts,
-            settings,
-            self.batch_size,
-            self.compression,
-            keep,
-        )
+        prompts = [prompt_of(*request.args[::2]) for request in requests]
+        settings = [request.args[1] for request in requests]
+        answers = self.answers(prompts, settings, self.max_gen_toks, keep)
         return [answer.text for answer in answers]
 
     def apply_chat_template(

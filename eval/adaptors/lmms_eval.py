@@ -11,25 +11,15 @@ from typing import Any
 from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 
-from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained, question_messages
-from conceptmoe_vl.continuous_batching import log_likelihoods
+from conceptmoe_vl.asking import question_messages
 from conceptmoe_vl.errors import UserError
-from eval.adaptors.generating import (
-    NAME,
-    batch_of,
-    device_of,
-    generate_answers,
-    generation_settings,
-    number_of,
-    pretrained_of,
-    refuse_unknown,
-)
+from eval.adaptors.generating import NAME, HarnessModel, number_of
 
 # What tasks write for a picture; a context without one has its pictures in front of it.
 _PICTURE = "<image>"
 
 
-class _ConceptMoEVL(lmms):
+class _ConceptMoEVL(HarnessModel, lmms):
     """`--model conceptmoe_vl --model_args pretrained=DIR[,compression=R]`.
 
     Args:
@@ -53,12 +43,8 @@ class _ConceptMoEVL(lmms):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        refuse_unknown(unknown, "pretrained, compression and max_new_tokens")
-        self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
+        self.open(pretrained, device, batch_size, compression, unknown, ("max_new_tokens",))
         self.device = self.model.device
-        self.batch_size = batch_of(batch_size)
-        self.compression = number_of(compression, "compression", float)
-        check_reachable(self.model, self.compression)
         self.max_new_tokens = number_of(max_new_tokens, "max_new_tokens", int)
 
     def loglikelihood(self, requests: Any) -> list[Any]:
@@ -73,18 +59,7 @@ class _ConceptMoEVL(lmms):
         return self.task_dict[task][split][number]
 
     def _answers(self, prompts: list[list[dict]], settings: list[dict]) -> list[Any]:
-        def nothing(number: int, answer: Answer) -> None:
-            """The harness keeps answers itself."""
-
-        answers = generate_answers(
-            self.model,
-            self.processor,
-            prompts,
-            [generation_settings(given, self.max_new_tokens) for given in settings],
-            self.batch_size,
-            self.compression,
-            nothing,
-        )
+        answers = self.answers(prompts, settings, self.max_new_tokens)
         return [
             GenerationResult(answer.text, TokenCounts(answer.prompt_tokens, answer.answer_tokens))
             for answer in answers
@@ -137,9 +112,7 @@ class ConceptMoEVLSimple(_ConceptMoEVL):
             if callable(target):
                 target = target(self._document(task, split, number))
             pairs.append((shown[key], str(target)))
-        scores = log_likelihoods(
-            self.model, self.processor, pairs, self.batch_size, self.compression
-        )
+        scores = self.likelihoods(pairs)
         return [
             GenerationResult((-score.sum, score.is_greedy), TokenCounts(output_tokens=score.tokens))
             for score in scores

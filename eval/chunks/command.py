@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import conceptmoe_vl_runtime
+from eval.arguments import add_asking_options, add_data_options, add_model_options
 
 
 def chunks_parser() -> argparse.ArgumentParser:
@@ -13,17 +14,11 @@ def chunks_parser() -> argparse.ArgumentParser:
         prog="python -m eval chunks",
         description="What the chunking does on the prompts of tasks: ratios by modality, kind, "
         "source and place, chunk sizes, confidence, what is merged, scores by compression, and "
-        "pictures of prompts, as OUTPUT/chunks.json and OUTPUT/chunks.html",
+        "pictures of prompts, as OUTPUT/chunks/chunks.json and chunks.html",
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder (RUN/model)")
-    parser.add_argument("--tasks", required=True, metavar="NAMES", help="as in python -m eval")
-    parser.add_argument("--data", metavar="PATH", help="as in python -m eval")
-    parser.add_argument(
-        "--compression",
-        type=float,
-        metavar="R",
-        help="tokens per concept of the traced prompts (default: what the model was trained for)",
-    )
+    add_model_options(parser)
+    add_data_options(parser)
+    add_asking_options(parser)
     parser.add_argument(
         "--compressions",
         metavar="LIST",
@@ -43,12 +38,8 @@ def chunks_parser() -> argparse.ArgumentParser:
         type=int,
         default=8,
         metavar="N",
-        help="prompts of each task that are drawn (default: %(default)s)",
+        help="of these, prompts of each task that are drawn (default: %(default)s)",
     )
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="questions at once")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions only")
-    parser.add_argument("--output", metavar="DIR", help="as in python -m eval; chunks/ in it")
-    parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     return parser
 
 
@@ -62,13 +53,12 @@ def run(arguments: argparse.Namespace) -> None:
     from conceptmoe_vl.errors import UserError
     from conceptmoe_vl.training.launch_environment import read_number
     from eval.chunks.program import make_report
-    from eval.program import default_output
+    from eval.program import check_counts, default_output
 
     if read_number("WORLD_SIZE", 1) > 1:
         raise UserError("python -m eval chunks is one process; start it without torchrun")
-    for name in ("prompts", "pictures", "batch_size"):
-        if getattr(arguments, name) < (name != "pictures"):
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; raise it")
+    check_counts(arguments, "prompts", "batch_size", "limit")
+    check_counts(arguments, "pictures", least=0)
     ratios = _ratios(arguments.compressions)
     arguments.output = Path(arguments.output or default_output(Path(arguments.model)))
     model, processor = load_pretrained(arguments.model, arguments.device)

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,8 +20,11 @@ from conceptmoe_vl.files import written_whole
 from conceptmoe_vl.training.run_files import read_lines
 from eval.chunks.statistics import Traced, summarise
 from eval.chunks.tracing import trace_questions
-from eval.program import evaluate_tasks
-from eval.tasks import Question, get_tasks
+from eval.processes import World
+from eval.program import Loaded, evaluate_loaded, load_questions
+from eval.tasks import get_tasks
+
+Item = TypeVar("Item")
 
 
 def make_report(
@@ -33,38 +36,10 @@ def make_report(
         UserError: the data cannot be used, matplotlib is missing, or a file cannot be written.
     """
     draw_all = _figures()
-    tasks = get_tasks(arguments.tasks)
-    loaded = {task.name: _questions(task, arguments) for task in tasks}
+    loaded = load_questions(get_tasks(arguments.tasks), arguments)
     asked = dict.fromkeys([arguments.compression, *ratios])
-    scored = {ratio: _evaluated(arguments, ratio) for ratio in asked}
-    folder = arguments.output / "chunks"
-    traced: list[Traced] = []
-    shown: list[ShownPrompt] = []
-    errors = Console(stderr=True)
-    with Progress(console=errors, disable=not errors.is_terminal) as progress:
-        for name, questions in loaded.items():
-            chosen = spread(questions, arguments.prompts)
-            bar = progress.add_task(f"chunks of {name}", total=len(chosen))
-            scores = scored[arguments.compression][name]["scores"]
-            traced += trace_questions(
-                model,
-                processor,
-                name,
-                chosen,
-                scores,
-                arguments.compression,
-                functools.partial(progress.advance, bar),
-            )
-            shown += [
-                show_prompt(
-                    model,
-                    processor,
-                    question.messages,
-                    f"{name}: {question.key}",
-                    arguments.compression,
-                )
-                for question in spread(questions, arguments.pictures)
-            ]
+    scored = {ratio: _evaluated(model, processor, loaded, arguments, ratio) for ratio in asked}
+    traced, shown = _traced(model, processor, loaded, arguments, scored[arguments.compression])
     method = summarise(traced)
     results = {
         "model": str(arguments.model),
@@ -73,10 +48,10 @@ def make_report(
         "drift": drift(model, method["ratio_by"]["modality"], Path(arguments.model)),
         "dial": {
             name: [dial_row(ratio, scored[ratio][name]["results"]) for ratio in asked]
-            for name in loaded
+            for name in scored[arguments.compression]
         },
     }
-    _write(folder, results, draw_all(results), shown)
+    _write(arguments.output / "chunks", results, draw_all(results), shown)
 
 
 def _figures() -> Any:
@@ -89,28 +64,19 @@ def _figures() -> Any:
     return draw_all
 
 
-def _questions(task: Any, arguments: argparse.Namespace) -> Sequence[Question]:
-    return task.load(Path(arguments.data or task.default_data))[: arguments.limit]
-
-
-def _evaluated(arguments: argparse.Namespace, ratio: float | None) -> dict[str, dict[str, Any]]:
+def _evaluated(
+    model: Any,
+    processor: Any,
+    loaded: Sequence[Loaded],
+    arguments: argparse.Namespace,
+    ratio: float | None,
+) -> dict[str, dict[str, Any]]:
     """By task: `results` as in results.json, and `scores` by key, at one compression."""
     folder = arguments.output if ratio is None else arguments.output / f"R{ratio:g}"
-    evaluate_tasks(
-        argparse.Namespace(
-            model=arguments.model,
-            tasks=arguments.tasks,
-            data=arguments.data,
-            batch_size=arguments.batch_size,
-            compression=ratio,
-            limit=arguments.limit,
-            output=str(folder),
-            no_cache=False,
-            device=arguments.device,
-        )
-    )
+    here = argparse.Namespace(**{**vars(arguments), "compression": ratio})
+    evaluate_loaded(model, processor, loaded, here, folder, World())
     found = {}
-    for task in get_tasks(arguments.tasks):
+    for task, _ in loaded:
         results = json.loads((folder / task.name / "results.json").read_text("utf-8"))
         with (folder / task.name / "samples.jsonl").open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
@@ -119,7 +85,46 @@ def _evaluated(arguments: argparse.Namespace, ratio: float | None) -> dict[str, 
     return found
 
 
-def spread(items: Sequence[Question], most: int) -> list[Question]:
+def _traced(
+    model: Any,
+    processor: Any,
+    loaded: Sequence[Loaded],
+    arguments: argparse.Namespace,
+    scored: dict[str, dict[str, Any]],
+) -> tuple[list[Traced], list[ShownPrompt]]:
+    """Prompts of all tasks, and drawings of some of them."""
+    traced: list[Traced] = []
+    shown: list[ShownPrompt] = []
+    errors = Console(stderr=True)
+    with Progress(console=errors, disable=not errors.is_terminal) as progress:
+        for task, questions in loaded:
+            chosen = spread(questions, arguments.prompts)
+            bar = progress.add_task(f"chunks of {task.name}", total=len(chosen))
+            found = trace_questions(
+                model,
+                processor,
+                task.name,
+                chosen,
+                scored[task.name]["scores"],
+                arguments.compression,
+                functools.partial(progress.advance, bar),
+            )
+            traced += found
+            shown += [
+                show_prompt(
+                    model,
+                    processor,
+                    item.question.messages,
+                    f"{task.name}: {item.question.key}",
+                    arguments.compression,
+                    item.trace,
+                )
+                for item in spread(found, arguments.pictures)
+            ]
+    return traced, shown
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
     """At most so many items, evenly spread from the first to the last."""
     if len(items) <= most:
         return list(items)

@@ -10,6 +10,7 @@ import numpy as np
 
 from conceptmoe_vl.chunk_trace import ChunkTrace, trace_conversation
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.tokenizing import special_ids
 from eval.chunks.statistics import Traced
 from eval.chunks.words import kinds_of
 from eval.tasks import Question
@@ -32,14 +33,15 @@ def trace_questions(
     Raises:
         UserError: a question cannot be asked; its key is named.
     """
-    found = []
+    found, special = [], special_ids(processor.tokenizer)
     for question in questions:
         try:
             trace = trace_conversation(model, processor, question.messages, compression)
         except UserError as error:
             raise UserError(f"question '{question.key}' cannot be asked: {error}") from error
         texts = token_texts(processor, trace)
-        kinds = kinds_of(texts, trace.is_image.tolist(), special_tokens(processor, trace))
+        is_special = [token in special for token in trace.ids.tolist()]
+        kinds = kinds_of(texts, trace.is_image.tolist(), is_special)
         evidence = evidence_of(question, trace, texts)
         found.append(Traced(task, question, trace, kinds, scores.get(question.key), evidence))
         on_prompt()
@@ -50,13 +52,6 @@ def token_texts(processor: Any, trace: ChunkTrace) -> list[str]:
     """Every token decoded alone."""
     names = {token: processor.tokenizer.decode([token]) for token in set(trace.ids.tolist())}
     return [names[token] for token in trace.ids.tolist()]
-
-
-def special_tokens(processor: Any, trace: ChunkTrace) -> list[bool]:
-    tokenizer = processor.tokenizer
-    special = set(tokenizer.all_special_ids)
-    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [token in special for token in trace.ids.tolist()]
 
 
 def evidence_of(question: Question, trace: ChunkTrace, texts: Sequence[str]) -> np.ndarray | None:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import argparse
 
+from eval.arguments import add_asking_options, add_model_options
+
 
 def long_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval long",
         description="Needles in long prompts of text and pictures, by length and depth.",
     )
-    _add_common(parser)
+    add_model_options(parser)
+    _add_prompt_options(parser)
+    add_asking_options(parser, batch_size=16)
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=0.85,
+        metavar="SCORE",
+        help="that a length must reach to count as effective (default: %(default)s)",
+    )
+    _add_figures(parser)
+    return parser
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         default="text",
@@ -47,30 +63,6 @@ def long_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--images", metavar="DIR", help="pictures for the haystack (default: drawn ones)"
     )
-    parser.add_argument(
-        "--compression",
-        type=float,
-        metavar="R",
-        help="tokens per concept; 1 compresses nothing (default: what the model was trained for)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=16,
-        metavar="N",
-        help="questions at once, fewer where they are long (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=0.85,
-        metavar="SCORE",
-        help="that a length must reach to count as effective (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-cache", action="store_true", help="ask everything anew, also what was asked before"
-    )
-    return parser
 
 
 def perplexity_parser() -> argparse.ArgumentParser:
@@ -78,7 +70,7 @@ def perplexity_parser() -> argparse.ArgumentParser:
         prog="python -m eval perplexity",
         description="The loss over position on long documents.",
     )
-    _add_common(parser)
+    add_model_options(parser)
     parser.add_argument(
         "--texts",
         required=True,
@@ -111,18 +103,11 @@ def perplexity_parser() -> argparse.ArgumentParser:
         help="tokens per concept, with commas, a curve each; default: what the model was trained "
         "for (default: default)",
     )
+    _add_figures(parser)
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder (RUN/model)")
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="folder of the results (default: RUN/eval beside RUN/model, otherwise "
-        "eval_results/NAME)",
-    )
-    parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
+def _add_figures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-figures", dest="figures", action="store_false", help="write no PNG files"
     )

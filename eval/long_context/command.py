@@ -25,7 +25,7 @@ from eval.long_context.family import (
 )
 from eval.long_context.haystack import load_haystack
 from eval.long_context.image_tasks import load_pictures
-from eval.program import default_output, evaluate_tasks
+from eval.program import check_counts, default_output, evaluate_tasks
 from eval.report import write_results
 
 TEXT_TASKS = [name for name, generator in GENERATORS.items() if not generator.pictures]
@@ -37,7 +37,7 @@ def ask_long(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: an argument, the haystack or the model cannot be used.
     """
-    _check_counts(arguments, "samples", "batch_size")
+    check_counts(arguments, "samples", "batch_size")
     if not 0 < arguments.threshold <= 1:
         raise UserError(f"--threshold is {arguments.threshold}; give a score above 0, at most 1")
     if arguments.figures:
@@ -59,13 +59,6 @@ def ask_long(arguments: argparse.Namespace) -> None:
         lambda processor: long_tasks(processor, names, plan),
         lambda output: _summarise(output, names, plan, arguments),
     )
-
-
-def _check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        if value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
 
 
 def _task_names(text: str) -> list[str]:
@@ -111,7 +104,7 @@ def measure_perplexity(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: an argument, the texts or the model cannot be used.
     """
-    _check_counts(arguments, "windows", "batch_size")
+    check_counts(arguments, "windows", "batch_size")
     length = read_length(arguments.length)
     ratios = _compressions(arguments.compression)
     if arguments.figures:

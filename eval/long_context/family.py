@@ -26,7 +26,7 @@ PREFIX = "long/"
 CONTROL = "control"
 SPREAD = "all depths"
 _REMEMBERED = 64  # questions, of all tasks together
-_ANSWER_ROOM = 48  # tokens an answer may have beside its keys
+_ANSWER_ROOM, _KEY_ROOM = 36, 12  # tokens an answer may have beside its keys, and for each of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,8 @@ def _task(
 ) -> Task:
     questions = LazyQuestions(lambda chosen: make(name, length, *chosen), _places(generator, plan))
     # Of all questions of a task the answers are of one form; the first tells their length.
-    answer = ", ".join(questions[0].details["wanted"])
+    wanted = questions[0].details["wanted"]
+    room = _ANSWER_ROOM + _KEY_ROOM * len(wanted)
     return Task(
         name=_full_name(name, length),
         description=f"{generator.describes}, {length} tokens",
@@ -211,7 +212,7 @@ def _task(
         load=lambda folder: questions,
         parse=lambda text, question: keys.parse(text, question.details),
         score=lambda parsed, question: keys.score(parsed, question.details),
-        max_new_tokens=meter.answer_tokens(answer) + _ANSWER_ROOM,
+        max_new_tokens=meter.answer_tokens(", ".join(wanted)) + room,
         metrics=figures,
     )
 

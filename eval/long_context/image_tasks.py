@@ -28,7 +28,7 @@ from data_pipelines.sources.scene_drawing import (
     text_size,
 )
 from eval.long_context.keys import draw_keys, listed
-from eval.long_context.prompt import Draft, Drawing, Placed, lay_out
+from eval.long_context.prompt import Draft, Drawing, Placed, closing, lay_out
 from eval.long_context.text_tasks import NONE, Place, Setting, needle
 
 FIGURES = tuple(f"{color} {kind}" for color in COLORS for kind in KINDS)
@@ -36,6 +36,7 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _SHARE = 0.5  # of the prompt's tokens that pictures of the haystack may take
 _MOST_PICTURES = 256
 _COUNTED, _MOST_COUNTED = 3, 4
+_NO_COUNTS = ("7", "0", "9")  # beyond the most, for the prompt's example
 _ORDERED = 5
 
 
@@ -158,9 +159,10 @@ def retrieve_image(rng: random.Random, setting: Setting, place: Place) -> Draft:
         f"Example: where {album.example} stands below the figure that is asked for, the answer is "
         f"{album.example}.\n\n"
     )
-    tail = (
-        f"\n\nQuestion: Which number stands in the picture with the {figure}? Answer with the "
-        f"number alone. {NONE}"
+    tail = closing(
+        [album.example],
+        f"Which number stands in the picture with the {figure}? Answer with the number alone. "
+        f"{NONE}",
     )
     return _draft(rng, setting, placed, head, tail, "number", [key], [depth])
 
@@ -211,11 +213,13 @@ def count(rng: random.Random, setting: Setting, place: Place, *, in_images: bool
     what = "pictures show" if in_images else "sentences mention"
     head = (
         f"The following document holds text and pictures. Count how many of its {what} the things "
-        f"that are asked for below: {listed(names)}.\n\n"
+        f"that are asked for below: {listed(names)}.\n"
+        f"Example of an answer: {', '.join(_NO_COUNTS)}\n\n"
     )
-    tail = (
-        f"\n\nQuestion: How many {what} the {names[0]}, how many the {names[1]}, how many the "
-        f"{names[2]}? Answer with three numbers in this order alone, such as: 7, 0, 9"
+    tail = closing(
+        _NO_COUNTS,
+        f"How many {what} the {names[0]}, how many the {names[1]}, how many the {names[2]}? Answer "
+        "with three numbers in this order alone.",
     )
     return _draft(rng, setting, placed, head, tail, "sequence", [str(times) for times in counts])
 

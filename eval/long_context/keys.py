@@ -1,8 +1,9 @@
 """What is hidden in the haystack, how it is found in an answer, and what the answer scores.
 
 Only the key counts, never the wording around it, and everything key-shaped counts: what an answer
-names beside the wanted keys is wrong and takes a right one away. So an answer that repeats the
-prompt, or that lists all candidates, scores 0 (`score`).
+names beside the wanted keys is wrong and takes a right one away. Every prompt has at its beginning
+and at its end an example with as many keys, all of them wrong. So an answer that repeats the
+prompt up to any place, or from any place on, or that lists all candidates, scores 0 (`score`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,27 @@ from eval.long_context.words import ADJECTIVES, NOUNS
 
 _CONSONANTS, _VOWELS = "BDGKMNPRSTVZ", "AEIOU"
 
+_NO_WORD_BEFORE, _NO_WORD_BEHIND = r"(?<![^\W_])", r"(?![^\W_])"  # `_amber-anchor_` is set apart
+
+
+def _whole(pattern: str) -> re.Pattern[str]:
+    return re.compile(f"{_NO_WORD_BEFORE}{pattern}{_NO_WORD_BEHIND}", re.I)
+
+
 # How keys of each shape are found. A number of four digits or more is key-shaped whatever its
 # length, so that a key within a longer run of digits is no key; shorter ones number a list.
 _FOUND = {
     "number": re.compile(r"\d{4,}"),
     "code": re.compile(r"[0-9a-f]{4,}(?:-[0-9a-f]{2,})+", re.I),
-    "coded word": re.compile(rf"\b(?:[{_CONSONANTS}][{_VOWELS}]){{3}}\b", re.I),
-    "name": re.compile(rf"\b(?:{'|'.join(ADJECTIVES)})-(?:{'|'.join(NOUNS)})\b", re.I),
+    "coded word": _whole(rf"(?:[{_CONSONANTS}][{_VOWELS}]){{3}}"),
+    "name": _whole(rf"(?:{'|'.join(ADJECTIVES)})-(?:{'|'.join(NOUNS)})"),
     "sequence": re.compile(r"\d+"),
 }
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")  # 1,234,567
+_NUMBERING = re.compile(r"^\s*(\d+)[.)] +(?=[^\d\n]*\d)", re.M)
 _SEPARATOR = ", "
-_ROOM = 200  # characters an answer may have beside its keys
+# Characters an answer may have beside its keys: in all, and for each of them.
+_ROOM, _ROOM_OF_KEY = 200, 60
 
 
 def random_number(rng: random.Random, digits: int = 7) -> str:
@@ -86,15 +96,24 @@ def read_keys(text: str, shape: str) -> list[str]:
     all numbers in their order."""
     if shape == "number":
         text = _THOUSANDS.sub("", text)
+    elif shape == "sequence":
+        text = _without_numbering(text)
     found = [match.lower() for match in _FOUND[shape].findall(text)]
     return found if shape == "sequence" else list(dict.fromkeys(found))
 
 
+def _without_numbering(text: str) -> str:
+    """The lines of a numbered list, `1. amber-anchor: 4`, without their own numbers."""
+    numbers = _NUMBERING.findall(text)
+    counted = len(numbers) > 1 and numbers == [str(n) for n in range(1, len(numbers) + 1)]
+    return _NUMBERING.sub("", text) if counted else text
+
+
 def parse(text: str, details: Any) -> str:
-    """The named keys, joined by commas; "" where there are none, or where the answer is longer than
-    its keys by more than half of them and 200 characters: that is no answer but a recital."""
+    """The named keys, joined by commas; "" where there are none, or where the answer has more than
+    200 characters, and 60 for each key, beside its keys: that is no answer but a recital."""
     wanted = _SEPARATOR.join(details["wanted"])
-    if len(text) > 1.5 * len(wanted) + _ROOM:
+    if len(text) > len(wanted) + _ROOM + _ROOM_OF_KEY * len(details["wanted"]):
         return ""
     return _SEPARATOR.join(read_keys(text, details["shape"]))
 

@@ -63,6 +63,16 @@ class Draft:
         return to_content([self.head, *self.body(amount), self.tail])
 
 
+def closing(example: Sequence[str], question: str) -> str:
+    """The words behind the document: keys as an answer has them, then the question.
+
+    Args:
+        example: wrong keys, as many as are asked for. They stand in front of the question, so that
+            whoever repeats the prompt's end names them as soon as it names a key of the document.
+    """
+    return f"\n\nExample of an answer: {', '.join(example)}\n\nQuestion: {question}"
+
+
 def to_content(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Parts as a message's content; neighbouring texts become one."""
     content: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
 """Needle retrieval and variable tracking in text, in the manner of RULER.
 
 Every prompt begins with an example in the needles' own words and with as many keys as are asked
-for. It shows the form of the answer, and it makes repeating the prompt worthless: those keys come
-first, and each is wrong.
+for, and names these keys again before its question. They show the form of the answer, and they
+make repeating the prompt's beginning or end worthless: each is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from eval.long_context.haystack import Haystack, Window, cut_pieces
 from eval.long_context.keys import draw_keys, listed
-from eval.long_context.prompt import Draft, Drawing, Placed, PromptMeter, lay_out
+from eval.long_context.prompt import Draft, Drawing, Placed, PromptMeter, closing, lay_out
 
 _KINDS = {"number": "number", "code": "code"}
 NONE = "If it is not there, answer: none."
@@ -108,9 +108,10 @@ def needle(
         f"Example: from '{example_text}' the special {kind}{plural} of {names[-1]} "
         f"{'are' if plural else 'is'} {listed(example)}.\n\n"
     )
-    tail = (
-        f"\n\nQuestion: What {'are all' if plural else 'is'} the special {kind}{plural} of "
-        f"{listed(names[:asked])} in the text above? Answer with the {kind}{plural} alone. {NONE}"
+    tail = closing(
+        example,
+        f"What {'are all' if plural else 'is'} the special {kind}{plural} of "
+        f"{listed(names[:asked])} in the text above? Answer with the {kind}{plural} alone. {NONE}",
     )
     return Draft(head, lambda amount: lay_out(window, amount, placed), tail, shape, wanted, depths)
 
@@ -159,15 +160,16 @@ def variable_tracking(
         placed = []
     decoy_depths = sorted(rng.random() for _ in chains[1])
     placed += [Placed(*item) for item in zip(decoy_depths, chains[1], strict=True)]
-    window = setting.window(rng)
+    window, example = setting.window(rng), variables[2 * (hops + 1) :]
     head = (
         "Variables are assigned values in the following text. Keep track of them.\n"
         f"Example: after '{' '.join(chains[2])}' the variables with the value {number[2]} are "
-        f"{listed(variables[2 * (hops + 1) :])}.\n\n"
+        f"{listed(example)}.\n\n"
     )
-    tail = (
-        f"\n\nQuestion: Which variables have the value {number[0]} in the text above? Answer with "
-        "the names of all of them alone. If there is none, answer: none."
+    tail = closing(
+        example,
+        f"Which variables have the value {number[0]} in the text above? Answer with the names of "
+        "all of them alone. If there is none, answer: none.",
     )
     return Draft(
         head,

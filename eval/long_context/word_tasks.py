@@ -5,11 +5,14 @@ In the controls all words are equally common, so that nothing can be found.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from collections.abc import Sequence
 
 from conceptmoe_vl.errors import UserError
 from eval.long_context.keys import draw_keys
-from eval.long_context.prompt import Draft
+from eval.long_context.prompt import Draft, closing
 from eval.long_context.text_tasks import Place, Setting
 
 _COMMON = 10
@@ -33,9 +36,10 @@ def common_words(rng: random.Random, setting: Setting, place: Place) -> Draft:
         f"Example: in the list '{entries} {2 * _COMMON + 1}. {example[0]}' "
         f"the most common word is {example[0]}.\n\n"
     )
-    tail = (
-        f"\n\nQuestion: Which {_COMMON} words stand most often in the numbered list above? Answer "
-        "with the words alone."
+    tail = closing(
+        example,
+        f"Which {_COMMON} words stand most often in the numbered list above? Answer with the words "
+        "alone.",
     )
     room = setting.length // max(setting.meter.answer_tokens(f" 123. {example[0]}"), 1)
     chosen = next((row for row in _FREQUENCIES if room >= row[0]), None)
@@ -81,31 +85,48 @@ def frequent_words(rng: random.Random, setting: Setting, place: Place) -> Draft:
         f"dots '{_SILENT}' are none.\nExample: in '{' '.join([*example, _SILENT, example[0]])}' "
         f"the most frequent coded word is {example[0]}.\n\n"
     )
-    tail = (
-        f"\n\nQuestion: Which {_CODED} coded words are the most frequent in the text above? Answer "
-        "with the words alone."
+    tail = closing(
+        example,
+        f"Which {_CODED} coded words are the most frequent in the text above? Answer with the "
+        "words alone.",
     )
     seed = rng.random()
+    entries = _coded_text(words, setting.length, place.control)
 
     def body(amount: int) -> list[str]:
-        return [" ".join(_coded_text(random.Random(seed), words, amount, place.control))]
+        text = list(itertools.islice(itertools.chain(entries, itertools.repeat(_SILENT)), amount))
+        random.Random(seed).shuffle(text)
+        return [" ".join(text)]
 
     return Draft(head, body, tail, "coded word", words[:_CODED])
 
 
-def _coded_text(rng: random.Random, words: list[str], amount: int, equal: bool) -> list[str]:
-    """`amount` words in random order. Of rank k there are 1 / k^2 as many as of rank 1, which is
-    silent; what rounding leaves over is silent too.
+def _coded_text(words: Sequence[str], amount: int, equal: bool) -> list[str]:
+    """`amount` words, to be cut anywhere: in any beginning of n there are int(0.61 n / k^2) of rank
+    k, or as many but for the one or two that are due, and the rest is silent, as is rank 1.
+
+    Each is one word longer than the one before, so that a text of them fills a prompt to the word.
 
     Args:
-        equal: all coded words are equally frequent.
+        equal: all coded words are equally frequent, those first in `words` never more than others.
     """
     share = 0.6079  # of rank 1: one over the sum of all 1 / k^2
     if equal:
-        counts = [int(amount * (1 - share) / len(words))] * len(words)
+        every = len(words) / (1 - share)
+        order = [*reversed(range(len(words)))]
+        due = [
+            ((turn + (place + 1) / len(words)) * every, rank)
+            for turn in range(int(amount / every) + 1)
+            for place, rank in enumerate(order)
+        ]
     else:
-        counts = [int(amount * share / rank**2) for rank, _ in enumerate(words, 2)]
-    text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
-    text += [_SILENT] * (amount - len(text))
-    rng.shuffle(text)
-    return text
+        due = [
+            (turn * rank**2 / share, rank - 2)
+            for rank in range(2, len(words) + 2)
+            for turn in range(1, int(amount * share / rank**2) + 1)
+        ]
+    text: list[str] = []
+    for place, rank in sorted((math.ceil(place), rank) for place, rank in due):
+        text += [_SILENT] * (place - 1 - len(text))
+        text.append(words[rank])
+    return text[:amount]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from conceptmoe_vl import asking, chunk_pictures
 from conceptmoe_vl.chunk_trace import ChunkTrace, Plane
 from eval.__main__ import main
-from eval.chunks import statistics
+from eval.chunks import statistics, tracing
 from eval.chunks.figures import _short, draw_ratios
 from eval.chunks.program import spread
 from eval.chunks.statistics import Traced
 from eval.chunks.tracing import evidence_of
 from eval.chunks.words import KINDS, kind_of_word, kinds_of
-from eval.tasks import Question
+from eval.tasks import Question, easy_vqa
 from tests.eval.shards import small_set
 from tests.model_folder import save_model_folder
 
@@ -227,6 +229,34 @@ def test_the_program_writes_one_page(tmp_path, capsys):
     # two prompts with one picture in three drawings, and the figures
     assert page.count("data:image/png;base64,") == 2 * 3 + 6
     assert "http" not in page.replace("Content-Security-Policy", "").replace("http-equiv", "")
+
+
+def test_questions_are_loaded_and_prompts_traced_once(tmp_path, monkeypatch):
+    model = save_model_folder(tmp_path / "model")
+    small_set(tmp_path / "data", pictures=1)
+    done = []
+
+    def counted(module, name, label):
+        function = getattr(module, name)
+
+        def count(*arguments, **named):
+            done.append(label)
+            return function(*arguments, **named)
+
+        return count
+
+    task = dataclasses.replace(easy_vqa.TASK, load=counted(easy_vqa.TASK, "load", "load"))
+    monkeypatch.setattr(easy_vqa, "TASK", task)
+    for module in (tracing, chunk_pictures):
+        monkeypatch.setattr(
+            module, "trace_conversation", counted(module, "trace_conversation", "trace")
+        )
+    monkeypatch.setattr(asking, "load_pretrained", counted(asking, "load_pretrained", "model"))
+    arguments = ["--model", str(model), "--tasks", "easy_vqa", "--data", str(tmp_path / "data")]
+    arguments += ["--compressions", "1", "--output", str(tmp_path / "out")]
+    assert main(["chunks", *arguments]) == 0
+    # Three prompts, each drawn in the other image mode too.
+    assert (done.count("load"), done.count("model"), done.count("trace")) == (1, 1, 3 + 3)
 
 
 def test_names_of_data_are_no_formulas():

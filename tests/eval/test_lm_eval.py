@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -183,6 +188,42 @@ def test_the_own_runner_gets_the_same(lm, data, tmp_path):
     for reply, sample in zip(chosen, samples, strict=True):
         sums = [total for total, _ in reply.log_likelihoods]
         assert sums == [resp[0][0] for resp in sample["resps"]]
+
+
+@pytest.mark.distributed
+def test_the_command_line_in_two_processes(model_folder, data, tmp_path):
+    """Samples and scores are those of one process; lm-eval asks the last question again where the
+    processes do not divide their number.
+    """
+    tasks = ("toy_choice", "toy_pictures")
+    settings = ["--model", "conceptmoe_vl", "--model_args", f"pretrained={model_folder}"]
+    settings += ["--tasks", ",".join(tasks), "--include_path", str(data[0]), "--device", "cpu"]
+    settings += ["--apply_chat_template", "--log_samples", "--output_path", str(tmp_path)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, "-m", "eval.adaptors", "lm_eval", "run", *settings, "--limit", "5"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lm = ConceptMoEVLForLMEval(str(model_folder), device="cpu")
+    for task in tasks:
+        (path,) = tmp_path.glob(f"**/samples_{task}_*.jsonl")
+        found = sorted(map(json.loads, path.read_text().splitlines()), key=lambda s: s["doc_id"])
+        expected = samples_of(lm, data, task, apply_chat_template=True, limit=5)
+        assert [sample["doc_id"] for sample in found] == [0, 1, 2, 3, 4]
+        for one, other in zip(found, expected, strict=True):
+            # The file has pairs of texts, as lm-eval writes them.
+            assert str(one["filtered_resps"]) == str(_written(other["filtered_resps"]))
+
+
+def _written(answers):
+    return [
+        [str(part) for part in answer] if isinstance(answer, tuple) else answer
+        for answer in answers
+    ]
 
 
 def test_perplexity_of_whole_texts(lm, data, monkeypatch):

@@ -36,29 +36,15 @@ def questions_of(name, processor=None, **fields):
     return task, list(task.load(None))
 
 
-def grade(task, answer, question):
-    return task.score(task.parse(answer, question), question)
-
-
 @pytest.mark.parametrize("name", GENERATORS)
 @_FEW
-@given(seed=st.integers(0, 10**9), length=st.integers(2600, 6000))
-def test_lengths_keys_and_worthless_answers(name, seed, length):
+@given(seed=st.integers(0, 10**9), length=st.integers(1900, 6000))
+def test_prompts_fill_their_length(name, seed, length):
     processor = tiny_processor()
-    task, questions = questions_of(name, processor, seed=seed, lengths=[length])
+    _, questions = questions_of(name, processor, seed=seed, lengths=[length])
     assert len({question.key for question in questions}) == len(questions) == 4
-    for question in questions:
-        # The length is that of the prompt that the model reads, and no further word has room.
-        assert length - 24 < question.details["tokens"] <= length
-        right = question.references[0]
-        assert grade(task, right, question) == 1.0
-        assert grade(task, f"The answer is {right}.", question) == 1.0
-        for wrong in ("", "none", "0123456789", "0 1 2 3 4 5 6 7 8 9", question.text):
-            assert grade(task, wrong, question) == 0.0
-        # Whatever length a model repeats its prompt to.
-        for end in range(0, 900, 29):
-            assert grade(task, question.text[:end], question) == 0.0
-    # The length is that of the prompt that the model reads.
+    # The length is that of the prompt that the model reads, and no further word has room.
+    assert all(length - 24 < question.details["tokens"] <= length for question in questions)
     asked = with_bytes(questions[-2].messages)
     ids = processor.encode(asked, add_generation_prompt=True).input_ids
     assert len(ids) == questions[-2].details["tokens"]
@@ -76,20 +62,6 @@ def with_bytes(messages):
         }
         for message in messages
     ]
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_all_candidates_together_score_nothing(name):
-    task, questions = questions_of(name)
-    for question in questions:
-        found = re.findall(
-            r"\d{4,}|[0-9a-f]{8}-[0-9a-f-]+|[a-z]+-[a-z]+|[A-Z]{6}|\d", question.text
-        )
-        for part in question.messages[0]["content"]:
-            if part["type"] == "image":
-                found.append(part["image"].name)
-        assert grade(task, " ".join(found), question) == 0.0
-        assert grade(task, " ".join(dict.fromkeys(found)), question) == 0.0
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -304,12 +276,12 @@ def test_a_drawing_is_made_when_it_is_called():
     assert picture() == picture()
 
 
-@pytest.mark.parametrize("length", [167, 171, 175])  # the first question of each would fit
+@pytest.mark.parametrize("length", [186, 188, 190])  # the first question of each would fit
 def test_a_length_that_some_question_exceeds_is_refused_before_anything_is_asked(length):
     with pytest.raises(UserError, match="too few, its question and needles alone take"):
         long_tasks(tiny_processor(), ["niah_single"], Plan([length], (0.5,), 3))
 
 
 def test_a_length_that_the_longest_question_fills_holds_all():
-    (task,) = long_tasks(tiny_processor(), ["niah_single"], Plan([177], (0.5,), 3))
-    assert all(question.details["tokens"] <= 177 for question in task.load(None))
+    (task,) = long_tasks(tiny_processor(), ["niah_single"], Plan([194], (0.5,), 3))
+    assert all(question.details["tokens"] <= 194 for question in task.load(None))

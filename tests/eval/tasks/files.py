@@ -278,149 +278,56 @@ def make_ai2d(folder: Path) -> None:
     )
 
 
-def make_ai2d_parquet(folder: Path) -> None:
-    rows = [
-        {
-            "question": f"Question {number}?",
-            "options": ["leaf", "root", "stem", "soil"],
-            "answer": str(number),
-            "image": {"bytes": picture(color, kind="PNG"), "path": None},
-        }
-        for number, color in enumerate(("red", "green", "blue"))
-    ]
-    put_parquet(folder / "data/test-00000-of-00001.parquet", rows)
-
-
 def make_gqa(folder: Path) -> None:
+    make_whole_gqa(folder)
+    for name in ("questions1.2/testdev_all_questions.json", "eval/testdev_choices.json"):
+        (folder / name).unlink()
+
+
+def make_whole_gqa(folder: Path, split: str = "testdev") -> None:
+    """Two balanced questions, of which the first entails the second and one that is not balanced;
+    with the answers that are valid and plausible."""
     put(folder / "images/n161313.jpg", picture())
     put(folder / "images/n235859.jpg", picture("blue"))
-    put(
-        folder / "questions1.2/testdev_balanced_questions.json",
-        {
-            "201307251": {
-                "question": "Is it overcast?",
-                "imageId": "n161313",
-                "answer": "no",
-                "isBalanced": True,
-                "types": {"structural": "verify", "semantic": "global", "detailed": "weather"},
-            },
-            "201640614": {
-                "question": "Who is wearing the shirt?",
-                "imageId": "n235859",
-                "answer": "t-shirt girl",
-                "isBalanced": True,
-                "types": {"structural": "query", "semantic": "rel", "detailed": "relS"},
-            },
-        },
-    )
-
-
-def _cell(color: str = "red") -> dict[str, Any]:
-    return {"bytes": picture(color, kind="PNG"), "path": None}
-
-
-def make_vqav2_parquet(folder: Path) -> None:
-    rows = [
-        {
-            "question_id": 42000 + number,
-            "image_id": 42,
-            "question": "Is it red?",
-            "question_type": "is it",
-            "answer_type": "yes/no",
-            "answers": [{"answer": "yes", "answer_confidence": "yes", "answer_id": 1}] * 10,
-            "image": _cell(),
-        }
-        for number in range(3)
-    ]
-    put_parquet(folder / "data/validation-00000-of-00002.parquet", rows[:2])
-    put_parquet(folder / "data/validation-00001-of-00002.parquet", rows[2:])
-
-
-def make_textvqa_parquet(folder: Path) -> None:
-    row = {"question_id": 1, "image_id": "a", "question": "what?", "answers": ["dakota"] * 10}
-    put_parquet(folder / "data/validation-00000-of-00001.parquet", [{**row, "image": _cell()}])
-
-
-def make_docvqa_parquet(folder: Path) -> None:
-    row = {
-        "questionId": "49153",
-        "question": "How much?",
-        "question_types": ["layout"],
-        "docId": 14465,
-        "answers": ["0.28"],
-        "image": _cell(),
-    }
-    put_parquet(folder / "DocVQA/validation-00000-of-00001.parquet", [row])
-
-
-def make_chartqa_parquet(folder: Path) -> None:
-    rows = [
-        {"type": f"{part}_test", "question": "How many?", "answer": "14", "image": _cell()}
-        for part in ("human", "augmented")
-    ]
-    put_parquet(folder / "data/test-00000-of-00001.parquet", rows)
-
-
-def make_pope_parquet(folder: Path) -> None:
-    rows = [
-        {
-            "id": str(number),
-            "question_id": "1",
-            "question": "Is there a dog in the image?",
+    balanced = {
+        "201307251": {
+            "question": "Is it overcast?",
+            "imageId": "n161313",
             "answer": "no",
-            "image_source": "COCO_val2014_000000310196",
-            "category": kind,
-            "image": _cell(),
-        }
-        for number, kind in enumerate(("random", "popular", "adversarial"))
-    ]
-    put_parquet(folder / "data/test-00000-of-00001.parquet", rows)
-
-
-def make_mme_parquet(folder: Path) -> None:
-    from eval.tasks.mme import COGNITION, PERCEPTION
-
-    rows = [
-        {
-            "question_id": f"{subtask}/0020.png",
-            "question": f"Is it {color}? Please answer yes or no.",
-            "answer": answer,
-            "category": subtask,
-            "image": _cell(),
-        }
-        for subtask in (*PERCEPTION, *COGNITION)
-        for color, answer in (("red", "Yes"), ("blue", "No"))
-    ]
-    put_parquet(folder / "data/test-00000-of-00001.parquet", rows)
-
-
-def make_scienceqa_parquet(folder: Path) -> None:
-    row = {
-        "question": "Which?",
-        "choices": ["here", "there"],
-        "answer": 1,
-        "hint": "",
-        "grade": "grade2",
-        "subject": "social science",
+            "isBalanced": True,
+            "types": {"structural": "verify", "semantic": "global", "detailed": "weather"},
+            "groups": {"global": None, "local": "10-weather"},
+            "entailed": ["201307251", "201307252", "201640614"],
+        },
+        "201640614": {
+            "question": "Who is wearing the shirt?",
+            "imageId": "n235859",
+            "answer": "t-shirt girl",
+            "isBalanced": True,
+            "types": {"structural": "query", "semantic": "rel", "detailed": "relS"},
+            "groups": {"global": "person", "local": "14-shirt_wearing"},
+            "entailed": [],
+        },
     }
-    rows = [{**row, "image": None}, {**row, "image": _cell()}]
-    put_parquet(folder / "ScienceQA-FULL/test-00000-of-00001.parquet", rows)
+    other = {
+        "question": "Is it cloudless?",
+        "imageId": "n161313",
+        "answer": "yes",
+        "isBalanced": False,
+        "types": {"structural": "verify", "semantic": "global", "detailed": "weather"},
+        "entailed": ["201307251"],
+    }
+    choices = {
+        "201307251": {"valid": ["yes", "no"], "plausible": ["yes", "no"]},
+        "201640614": {"valid": ["girl", "T-shirt girl", "boy"], "plausible": ["girl"]},
+    }
+    questions = folder / "questions1.2"
+    put(questions / f"{split}_balanced_questions.json", balanced)
+    put(questions / f"{split}_all_questions.json", {**balanced, "201307252": other})
+    put(folder / "eval" / f"{split}_choices.json", choices)
 
 
-_BOX = [8.0, 6.0, 16.0, 12.0]  # of a picture of 32 x 24: the middle half
-
-
-def make_refcoco_parquet(folder: Path) -> None:
-    rows = [
-        {
-            "question_id": str(number),
-            "answer": [f"thing {number}", "the red one"],
-            "bbox": _BOX,
-            "image": {"bytes": picture(), "path": None},
-        }
-        for number in range(3)
-    ]
-    put_parquet(folder / "refcoco/data/testA-00000-of-00001.parquet", rows)
+BOX = [8.0, 6.0, 16.0, 12.0]  # of a picture of 32 x 24: the middle half
 
 
 def make_refcoco_mdetr(folder: Path) -> None:
@@ -437,7 +344,7 @@ def make_refcoco_mdetr(folder: Path) -> None:
                     "height": 24,
                 }
             ],
-            "annotations": [{"id": 9, "image_id": 5, "bbox": _BOX}],
+            "annotations": [{"id": 9, "image_id": 5, "bbox": BOX}],
         },
     )
 
@@ -460,7 +367,7 @@ def make_refcoco_pickle(folder: Path) -> None:
         folder / "refcoco/instances.json",
         {
             "images": [{"id": 1, "file_name": name, "width": 32, "height": 24}],
-            "annotations": [{"id": 9, "image_id": 1, "bbox": _BOX}],
+            "annotations": [{"id": 9, "image_id": 1, "bbox": BOX}],
         },
     )
 
@@ -480,16 +387,5 @@ MAKERS = {
     "refcoco_testA": make_refcoco_mdetr,
 }
 """Task name -> writes its files into a folder."""
-OTHER_LAYOUTS = [
-    ("vqav2", make_vqav2_parquet),
-    ("textvqa", make_textvqa_parquet),
-    ("docvqa", make_docvqa_parquet),
-    ("chartqa", make_chartqa_parquet),
-    ("pope", make_pope_parquet),
-    ("mme", make_mme_parquet),
-    ("scienceqa", make_scienceqa_parquet),
-    ("mmmu", make_mmmu_json),
-    ("ai2d", make_ai2d_parquet),
-    ("refcoco_testA", make_refcoco_parquet),
-    ("refcoco_testA", make_refcoco_pickle),
-]
+OTHER_LAYOUTS = [("mmmu", make_mmmu_json), ("refcoco_testA", make_refcoco_pickle)]
+"""Other places of the same files."""

@@ -11,9 +11,9 @@ import pytest
 from conceptmoe_vl.errors import UserError
 from eval.tasks import all_tasks
 from eval.tasks.refcoco import plain_pickle
-from tests.eval.tasks import files
+from tests.eval.tasks import exports, files
 
-_LAYOUTS = [*files.MAKERS.items(), *files.OTHER_LAYOUTS]
+_LAYOUTS = [*files.MAKERS.items(), *files.OTHER_LAYOUTS, *exports.EXPORTS]
 _IDS = [f"{name}-{make.__name__}" for name, make in _LAYOUTS]
 
 

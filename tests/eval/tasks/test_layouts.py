@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 
 import pytest
 from PIL import Image
 
+from conceptmoe_vl.errors import UserError
 from eval.tasks import Question, Scored, all_tasks
-from tests.eval.tasks import files
+from tests.eval.tasks import exports, files
 
-_LAYOUTS = [*files.MAKERS.items(), *files.OTHER_LAYOUTS]
+_LAYOUTS = [*files.MAKERS.items(), *files.OTHER_LAYOUTS, *exports.EXPORTS]
 _IDS = [f"{name}-{make.__name__}" for name, make in _LAYOUTS]
 
 
@@ -252,7 +254,7 @@ def test_ai2d_covers_texts_by_letters(tmp_path):
 
 
 def test_rows_of_parquet_have_their_own_pictures(tmp_path):
-    files.make_ai2d_parquet(tmp_path)
+    exports.make_ai2d_parquet(tmp_path)
     questions = load("ai2d", tmp_path)
     assert [color_of(images_of(question)[0]) for question in reversed(questions)] == [
         (0, 0, 255),
@@ -271,8 +273,67 @@ def test_gqa(tmp_path):
     assert math.isnan(figures["attribute"])
 
 
+def test_gqa_answers_that_are_valid_and_plausible(tmp_path):
+    files.make_whole_gqa(tmp_path, "val")
+    task, questions = all_tasks()["gqa_val"], load("gqa_val", tmp_path)
+    for answers, expected in (
+        (["No.", "T-shirt girl"], (1.0, 1.0, 0.5)),
+        (["yes", "girl"], (0.0, 1.0, 1.0)),
+        (["red", "car"], (0.0, 0.0, 0.0)),
+    ):
+        figures = task.metrics(scored(task, questions, answers))
+        found = (figures["accuracy"], figures["validity"], figures["plausibility"])
+        assert found == expected
+    (tmp_path / "eval/val_choices.json").unlink()
+    assert "validity" not in task.metrics(scored(task, load("gqa_val", tmp_path), ["no", "girl"]))
+
+
+def test_gqa_what_both_have_in_common(tmp_path):
+    files.make_whole_gqa(tmp_path, "val")
+    path = tmp_path / "questions1.2/val_balanced_questions.json"
+    records = json.loads(path.read_text())
+    records["201640614"]["types"]["detailed"] = "twoCommon"
+    files.put(path, records)
+    task, questions = all_tasks()["gqa_val"], load("gqa_val", tmp_path)
+    assert task.metrics(scored(task, questions, ["no", "shape"]))["validity"] == 1.0
+    assert task.metrics(scored(task, questions, ["no", "girl"]))["validity"] == 0.5
+
+
+def test_gqa_consistency(tmp_path):
+    files.make_whole_gqa(tmp_path)
+    task, questions = all_tasks()["gqa_consistency"], load("gqa_consistency", tmp_path)
+    assert [question.key for question in questions] == ["201307251", "201640614", "201307252"]
+    assert [question.kind for question in questions] == ["verify", "query", "entailed"]
+    for answers, consistency, accuracy in (
+        (["no", "t-shirt girl", "yes"], 1.0, 1.0),
+        (["no", "boy", "yes"], 0.5, 0.5),
+        (["no", "boy", "no"], 0.0, 0.5),
+        (["yes", "t-shirt girl", "no"], math.nan, 0.5),  # nothing right entails anything
+    ):
+        figures = task.metrics(scored(task, questions, answers))
+        assert figures["consistency"] == pytest.approx(consistency, nan_ok=True)
+        assert figures["accuracy"] == accuracy
+    for answer, distance in (("t-shirt girl", 0.0), ("boy", 0.01)):  # (0 - 1)^2 / 1, over 100
+        figures = task.metrics(scored(task, questions, ["no", answer, "yes"]))
+        assert figures["distribution"] == pytest.approx(distance)
+    # The report has a row for each kind.
+    names = [list(task.metrics([s])) for s in scored(task, questions, ["no", "girl", "yes"])]
+    assert names[0] == names[1]
+    assert set(names[2]) < set(names[0])
+
+
+def test_gqa_lacks_an_entailed_question(tmp_path):
+    files.make_whole_gqa(tmp_path)
+    path = tmp_path / "questions1.2/testdev_all_questions.json"
+    files.put(
+        path, {key: value for key, value in json.loads(path.read_text()).items() if key[-1] != "2"}
+    )
+    with pytest.raises(UserError, match="lacks the entailed question 201307252"):
+        load("gqa_consistency", tmp_path)
+
+
 @pytest.mark.parametrize(
-    "make", [files.make_refcoco_mdetr, files.make_refcoco_parquet, files.make_refcoco_pickle]
+    "make", [files.make_refcoco_mdetr, exports.make_refcoco_parquet, files.make_refcoco_pickle]
 )
 def test_refcoco(make, tmp_path):
     make(tmp_path)
