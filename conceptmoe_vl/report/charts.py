@@ -125,11 +125,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def labels(values: list[float]) -> list[str]:
-    """Short texts of an axis' values, with as many digits as tell them apart."""
+    """Short texts of an axis' values, which are round: with as many digits as they have."""
     texts: list[str] = []
     for digits in range(4, 10):
         texts = [number(value, digits) for value in values]
-        if len(set(texts)) == len(texts):
+        shown = (float(text.replace(",", "")) for text in texts)
+        if all(map(math.isclose, shown, values)):
             break
     return texts
 

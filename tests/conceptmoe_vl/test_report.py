@@ -104,11 +104,12 @@ def test_the_texts_of_axes_lie_inside_the_drawing(scale):
         assert right <= WIDTH, text
 
 
-def test_numbers_are_short_and_those_of_an_axis_differ():
+def test_numbers_are_short_and_those_of_an_axis_exact():
     assert [number(value) for value in (0, 0.5, 1.25e-5, 1.75e9, 1e6, 999_999, -3e-4)] == [
         *("0", "0.5", "1.25e-5", "1.75e9", "1e6", "999,999", "-3e-4")
     ]
     assert labels([1.0, 1.0001, 1.0002]) == ["1", "1.0001", "1.0002"]
+    assert labels([1.0125, 1.015]) == ["1.0125", "1.015"]
     assert labels([0.0, 2e-4]) == ["0", "2e-4"]
 
 
