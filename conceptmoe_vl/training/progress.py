@@ -16,7 +16,7 @@ from .parameters import PartSummary
 from .preparing import describe_choice
 
 _WARNING = "warning: "
-_QUIET_INTERVAL = 30.0  # seconds between two lines when the output is no terminal
+_QUIET_INTERVAL = 30.0  # seconds between two lines where there is no live view
 
 
 def _short(metrics: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ class Reporter:
 
     def __init__(self, active: bool, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, quiet=not active, highlight=False)
-        live = active and self._console.is_terminal
+        live = active and self._console.is_terminal and not self._console.is_dumb_terminal
         self._view = LiveView(self._console) if live else None
         self._step = ""  # the last one's line
         self._last_line = -_QUIET_INTERVAL

@@ -95,6 +95,16 @@ def test_elsewhere_there_are_plain_lines_and_few(capsys):
     assert len(lines) == 3
 
 
+def test_a_terminal_that_can_move_no_cursor_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    reporter = Reporter(True, Console(file=file, force_terminal=True, width=120))
+    reporter.update(METRICS, 0.25)
+    assert file.getvalue().startswith("step 7   25%  loss 2.5000")
+    reporter.close()
+    assert file.getvalue().count("\n") == 1
+
+
 def test_other_ranks_are_silent(capsys):
     reporter = Reporter(False)
     reporter.update(METRICS, 1.0)
