@@ -29,8 +29,8 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--adapter",
-        metavar="DIR",
-        help="write the adapters of training.lora too, unmerged, as PeftModel loads them",
+        action="store_true",
+        help="write the adapters of training.lora alone too, to OUT/adapter, for PeftModel",
     )
     parser.set_defaults(run=consolidate)
 
@@ -45,8 +45,7 @@ def consolidate(arguments: argparse.Namespace) -> int:
     from conceptmoe_vl.conversion.command import shard_bytes
     from conceptmoe_vl.training.consolidate import consolidate as write
 
-    adapter = None if arguments.adapter is None else Path(arguments.adapter)
     size = shard_bytes(arguments.max_shard_size)
-    write(Path(arguments.checkpoint), Path(arguments.out), size, adapter)
+    write(Path(arguments.checkpoint), Path(arguments.out), size, arguments.adapter)
     print(f"model written to {arguments.out}")
     return 0

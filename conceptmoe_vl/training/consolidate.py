@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from conceptmoe_vl.processing import ConceptMoEVLProcessor
 from .build import model_config
 from .config import ModelSection, RunConfig, load_run_config
 from .distributed import World
+from .export import ADAPTER
 from .lora import LoraSection, add_adapters, merge_adapters, save_adapters
 from .run_files import read_manifest
 from .saved_state import WEIGHT, SavedState, SavedTensor, read_state
@@ -46,7 +48,7 @@ _PROBE = 16  # tokens of the forward pass of the finished model
 
 
 def consolidate(
-    checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9, adapter: Path | None = None
+    checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9, adapter: bool = False
 ) -> None:
     """Writes the model of `RUN/checkpoints/step-N` as a folder for `from_pretrained`.
 
@@ -54,15 +56,13 @@ def consolidate(
     (`training.lora`) are merged.
 
     Args:
-        adapter: folder for the adapters alone, which `PeftModel` loads; None writes none.
+        adapter: write the adapters alone too, to `out/adapter`, which `PeftModel` loads.
 
     Raises:
-        UserError: no checkpoint, a damaged one, one of another model, a folder exists, or `adapter`
-            is given for a run without adapters.
+        UserError: no checkpoint, a damaged one, one of another model, `out` exists, or `adapter` is
+            asked of a run without adapters.
     """
-    for folder in (out, adapter):
-        if folder is not None:
-            check_target(folder, checkpoint)
+    check_target(out, checkpoint)
     damage = damage_of(checkpoint, World(0, 1, 0, torch.device("cpu")))
     if damage is not None:
         raise UserError(damage)
@@ -70,15 +70,22 @@ def consolidate(
     config = model_config(run.model, processor)
     generation, lora = _generation_of(run.model, config), run.training.lora
     saved = read_state(checkpoint / "engine", read_manifest(checkpoint))
-    if adapter is not None and not lora.rank:
+    if adapter and not lora.rank:
         raise UserError(f"{checkpoint} has no adapters (training.lora); leave --adapter out")
+    also = None
     if lora.rank:
         model, weights = adapted_model(saved, config, lora, run.model.init_from)
-        if adapter is not None:
-            with written_beside(adapter) as folder:
-                save_adapters(model, weights, lora, folder)
         saved = merged_state(model, weights, lora)
-    write_model(saved, config, out, processor, generation, max_shard_bytes)
+        if adapter:
+            also = functools.partial(_add_adapter, model, weights, lora)
+    write_model(saved, config, out, processor, generation, max_shard_bytes, also)
+
+
+def _add_adapter(
+    model: nn.Module, weights: dict[str, torch.Tensor], lora: LoraSection, folder: Path
+) -> None:
+    (folder / ADAPTER).mkdir()
+    save_adapters(model, weights, lora, folder / ADAPTER)
 
 
 def _run_of(checkpoint: Path) -> tuple[RunConfig, ConceptMoEVLProcessor]:
@@ -144,8 +151,12 @@ def write_model(
     processor: ConceptMoEVLProcessor | None = None,
     generation: GenerationConfig | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes `out` whole, and only if it loads as what the checkpoint holds.
+
+    Args:
+        also: writes more into the folder, before it has its name.
 
     Raises:
         UserError: the checkpoint has other tensors than this model, `out` exists, or the disk is
@@ -168,6 +179,8 @@ def write_model(
         model.generation_config.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)
+        if also is not None:
+            also(folder)
         require_same(Model.from_pretrained(folder), saved)
 
 

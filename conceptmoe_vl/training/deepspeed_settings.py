@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,19 @@ _OWNED = {
 
 
 class _Recorded(dict):
-    """A mapping that remembers which keys it was asked for; copies share the memory."""
+    """A mapping that remembers which keys it was asked for, and so do those within.
 
-    def __init__(self, values: dict) -> None:
-        super().__init__(values)
+    Args:
+        is_section: whoever goes through all of its keys knows them all. (At the top DeepSpeed looks
+            for single keys among them.)
+    """
+
+    def __init__(self, values: dict, is_section: bool = False) -> None:
+        super().__init__(
+            {k: _Recorded(v, True) if isinstance(v, dict) else v for k, v in values.items()}
+        )
         self.asked: set[str] = set()
+        self._is_section = is_section
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
@@ -47,6 +56,25 @@ class _Recorded(dict):
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(key)
         return super().get(key, default)
+
+    def keys(self) -> Any:
+        self._look_through()
+        return super().keys()
+
+    def items(self) -> Any:
+        self._look_through()
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self._look_through()
+        return super().__iter__()
+
+    def __deepcopy__(self, memo: dict) -> _Recorded:
+        return self
+
+    def _look_through(self) -> None:
+        if self._is_section:
+            self.asked.update(super().keys())
 
 
 def read_deepspeed_config(given: str | dict | None) -> dict:
@@ -126,7 +154,7 @@ def deepspeed_config(config: TrainingConfig) -> dict:
 
 
 def require_understood(values: dict) -> None:
-    """Raises unless DeepSpeed knows all of a configuration; it ignores other keys at the top.
+    """Raises unless DeepSpeed knows all keys; it ignores others at the top and in some sections.
 
     Which ones it knows it says itself, by asking for them.
 
@@ -145,6 +173,10 @@ def require_understood(values: dict) -> None:
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"training.deepspeed: {said}; correct it, or leave it out") from error
     require_known(values, recorded.asked, "training.deepspeed")
+    for name in values:
+        section = dict.__getitem__(recorded, name)
+        if isinstance(section, _Recorded) and section.asked:
+            require_known(values[name], section.asked, f"training.deepspeed.{name}")
 
 
 def _refused(error: Any) -> str:

@@ -16,6 +16,8 @@ from conceptmoe_vl.generation_settings import changed_generation
 from .lora import LoraSection, merge_adapters, save_adapters
 from .run_files import replace_folder
 
+ADAPTER = "adapter"  # folder of what `PeftModel` loads
+
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter, also where ZeRO-3 has left an empty tensor in its place."""
@@ -94,7 +96,7 @@ def export_merged(
         lora: what the model was prepared with; that folder stands beside `target`.
     """
     if lora.rank:
-        adapter = target.with_name("adapter")
+        adapter = target.with_name(ADAPTER)
         beside = _new_folder(adapter)
         save_adapters(model, weights, lora, beside)
         replace_folder(beside, adapter)

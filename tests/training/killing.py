@@ -217,10 +217,10 @@ def main() -> None:
     if plan.get("ranks", 1) > 1:
         require_deepspeed(torch.device("cpu"))
     killer = Killer(plan, out.parent)
-    found = [killer.try_out([])]
-    tries = list(plan.get("tries", ()))
+    found, tries = [killer.try_out([])], list(plan.get("tries", ()))
     for rank, first, step in plan.get("every", ()):
         tries += [[[rank, n]] for n in range(first, len(found[0]["operations"][rank]) + 1, step)]
+    out.write_text(json.dumps(found))
     for kills in tries:
         found.append(killer.try_out(kills))
         out.write_text(json.dumps(found))

@@ -285,6 +285,8 @@ def test_the_plain_network_keeps_the_section_of_the_one_it_is_compared_with():
         ({"zero_optimisation": {"stage": 2}}, "nearest known key is 'zero_optimization'"),
         ({"communication_data_type": "int7"}, "training.deepspeed: Invalid communication_data_ty"),
         ({"zero_optimization": {"stages": 2}}, r"'stages' \(DeepSpeedZeroConfig\) is 2: Extra inp"),
+        ({"checkpoint": {"tag_validatio": "Warn"}}, "nearest known key is 'tag_validation'"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "nearest known key is 'grad_accum_dtype'"),
         ({"elasticity": {}}, "training.deepspeed: Elastic training has been removed"),
     ],
 )
@@ -293,3 +295,20 @@ def test_deepspeed_settings_that_it_would_ignore_are_refused(values, message):
     with pytest.raises(UserError, match=message) as caught:
         require_understood({"train_micro_batch_size_per_gpu": 1, **values})
     assert "\n" not in str(caught.value)
+
+
+def test_deepspeed_settings_that_it_knows_pass():
+    pytest.importorskip("deepspeed")
+    sections = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}},
+        "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
+        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1},
+        "csv_monitor": {"enabled": False, "output_path": "x", "job_name": "y"},
+        "aio": {"block_size": 1048576, "queue_depth": 8, "overlap_events": True},
+        "compile": {"deepcompile": False},
+        "communication_data_type": "fp32",
+        "wall_clock_breakdown": False,
+    }
+    require_understood({"train_micro_batch_size_per_gpu": 1, **sections})
