@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from conceptmoe_vl.errors import UserError
@@ -39,7 +39,9 @@ def inspect(patterns: list[str], limit: int, console: Console) -> int:
     """A table of the first samples; returns how many of them are damaged."""
     index = index_shards(patterns)
     reader = ShardReader()
-    table = Table("sample", "source", "images", "turns", "text", title=_title(index))
+    # The name is what `show --key` takes: in a narrow terminal it goes on in the next line.
+    name = Column("sample", overflow="fold")
+    table = Table(name, "source", "images", "turns", "text", title=_title(index))
     faults = 0
     for sample in index.samples[:limit]:
         try:

@@ -120,8 +120,8 @@ def _remarks(results: dict[str, Any]) -> list[str]:
         )
     if speed["reused"]:
         lines.append(
-            f"note: {speed['reused']} of {count} replies are from an earlier start with the same "
-            "model and settings (--no-cache asks anew)"
+            f"note: {speed['reused']} of {count} replies were there: of an equal question, or from "
+            "an earlier start with the same model and settings (--no-cache asks anew)"
         )
     official = results["official_size"]
     if official is not None and count != official:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from conceptmoe_vl.processing import register
 from data_pipelines.__main__ import main
+from data_pipelines.reports import inspect
 from data_pipelines.shards import ShardReader, index_shards
 from data_pipelines.writing import write_shards
 from tests.data_pipelines.conftest import failure, toy_shards
@@ -61,6 +64,16 @@ def test_inspect_and_stats(tmp_path, capsys):
     table = capsys.readouterr().out
     for row in (("samples", "5"), ("images", "10"), ("answers", "10"), ("source toy", "5")):
         assert any(all(cell in line for cell in row) for line in table.splitlines())
+
+
+def test_a_narrow_table_shows_the_whole_name_of_a_sample(tmp_path):
+    shards = toy_shards(tmp_path, [1])
+    console = Console(width=60, file=io.StringIO())
+    inspect([shards], 1, console)
+    table = console.file.getvalue()
+    cells = [line.split("│")[1].strip() for line in table.splitlines() if "│" in line]
+    assert "".join(cells) == index_shards([shards]).samples[0].name
+    assert len(cells) > 1  # it did not fit one line
 
 
 def test_damage_is_shown_and_ends_with_status_1(tmp_path, capsys):

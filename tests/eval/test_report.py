@@ -74,7 +74,7 @@ def test_report_says_what_is_no_official_score():
 
 def test_report_says_what_was_not_asked_anew():
     text = printed(summarise(TASK, make_samples(), Speed(asked=0, seconds=0.1)))
-    assert "4 of 4 replies are from an earlier start" in text
+    assert "4 of 4 replies were there" in text
     assert "a second" not in text
 
 
