@@ -22,6 +22,7 @@ from conceptmoe_vl.training.yaml_io import read_yaml
 from eval import metrics
 from eval.records import load_questions
 from eval.tasks import Question, Task, mean_perplexity, mean_score
+from eval.tasks._scoring import against_references
 
 LETTERS = string.ascii_uppercase
 
@@ -161,7 +162,7 @@ def read_task(path: Path) -> Task:
         default_data=str(path.parent / description.data),
         load=lambda data: load_described(description, data),
         parse=_parser(description),
-        score=_scorer(description),
+        score=against_references(METRICS[description.metric]),
         max_new_tokens=description.max_new_tokens,
         mode=description.mode,  # type: ignore[arg-type]
         stop=tuple(_texts(description.stop, "task.stop")),
@@ -200,11 +201,6 @@ def _parser(description: Description) -> Callable[[str, Question], str]:
         return first_group
     parse = PARSERS[description.parse]
     return lambda text, question: parse(text, question.choices)
-
-
-def _scorer(description: Description) -> Callable[[str, Question], float]:
-    metric = METRICS[description.metric]
-    return lambda parsed, question: metric(parsed, question.references)
 
 
 def load_described(description: Description, data: Path) -> list[Question]:

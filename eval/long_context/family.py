@@ -17,7 +17,14 @@ from typing import Any, overload
 from conceptmoe_vl.errors import UserError
 from eval.long_context import image_tasks, keys
 from eval.long_context.haystack import NOISE, load_haystack
-from eval.long_context.prompt import Draft, Drawing, PromptMeter, check_room, fit
+from eval.long_context.prompt import (
+    Draft,
+    Drawing,
+    PromptMeter,
+    check_room,
+    document_of,
+    fit,
+)
 from eval.long_context.text_tasks import Place, Setting, needle, variable_tracking
 from eval.long_context.word_tasks import common_words, frequent_words
 from eval.tasks import Question, RatioOfSums, Scored, Task
@@ -210,7 +217,7 @@ def _task(
         description=f"{generator.describes}, {length} tokens",
         default_data="",
         load=lambda folder: questions,
-        parse=lambda text, question: keys.parse(text, question.details),
+        parse=lambda text, question: keys.parse(text, question.details, document_of(question.text)),
         score=lambda parsed, question: keys.score(parsed, question.details),
         max_new_tokens=meter.answer_tokens(", ".join(wanted)) + room,
         metrics=figures,

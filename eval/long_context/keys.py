@@ -3,7 +3,8 @@
 Only the key counts, never the wording around it, and everything key-shaped counts: what an answer
 names beside the wanted keys is wrong and takes a right one away. Every prompt has at its beginning
 and at its end an example with as many keys, all of them wrong. So an answer that repeats the
-prompt up to any place, or from any place on, or that lists all candidates, scores 0 (`score`).
+prompt up to any place, or from any place on, or that lists all candidates, scores 0 (`score`); and
+so does a piece of the document (`recites`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from eval.long_context.words import ADJECTIVES, NOUNS
@@ -39,6 +40,7 @@ _NUMBERING = re.compile(r"^\s*(\d+)[.)] +(?=[^\d\n]*\d)", re.M)
 _SEPARATOR = ", "
 # Characters an answer may have beside its keys: in all, and for each of them.
 _ROOM, _ROOM_OF_KEY = 200, 60
+_RECITED = 8  # words of the document in a row that no answer has by itself
 
 
 def random_number(rng: random.Random, digits: int = 7) -> str:
@@ -109,13 +111,32 @@ def _without_numbering(text: str) -> str:
     return _NUMBERING.sub("", text) if counted else text
 
 
-def parse(text: str, details: Any) -> str:
-    """The named keys, joined by commas; "" where there are none, or where the answer has more than
-    200 characters, and 60 for each key, beside its keys: that is no answer but a recital."""
+def parse(text: str, details: Any, document: str = "") -> str:
+    """The named keys, joined by commas; "" where there are none, and where the answer is no answer
+    but a recital: more than 200 characters, and 60 for each key, beside its keys, or a piece of the
+    document."""
     wanted = _SEPARATOR.join(details["wanted"])
     if len(text) > len(wanted) + _ROOM + _ROOM_OF_KEY * len(details["wanted"]):
         return ""
+    if recites(text, document, details):
+        return ""
     return _SEPARATOR.join(read_keys(text, details["shape"]))
+
+
+def recites(text: str, document: str, details: Any) -> bool:
+    """Whether an answer repeats eight words of the document in a row, keys not counted. A needle's
+    own sentence has six: where keys have places in the document, they end a run of words."""
+    key = _FOUND[details["shape"]]
+    pieces = key.split(text) if details.get("depths") else [text]
+    whole = " ".join(document.split())
+    return any(run in whole for piece in pieces for run in _runs(piece.split(), key))
+
+
+def _runs(words: Sequence[str], key: re.Pattern[str]) -> Iterator[str]:
+    """Every shortest run that has as many words beside its keys as a recital."""
+    others = [number for number, word in enumerate(words) if not key.search(word)]
+    for first, last in zip(others, others[_RECITED - 1 :], strict=False):
+        yield " ".join(words[first : last + 1])
 
 
 def score(parsed: str, details: Any) -> float:

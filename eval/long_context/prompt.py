@@ -16,6 +16,7 @@ from PIL import Image
 from conceptmoe_vl.errors import UserError
 from eval.long_context.haystack import Window
 
+_CLOSING = "\n\n"
 Part = Any
 """Of a message: a text, or a `Drawing`."""
 
@@ -70,7 +71,13 @@ def closing(example: Sequence[str], question: str) -> str:
         example: wrong keys, as many as are asked for. They stand in front of the question, so that
             whoever repeats the prompt's end names them as soon as it names a key of the document.
     """
-    return f"\n\nExample of an answer: {', '.join(example)}\n\nQuestion: {question}"
+    return f"{_CLOSING}Example of an answer: {', '.join(example)}{_CLOSING}Question: {question}"
+
+
+def document_of(prompt: str) -> str:
+    """The words of a prompt between those of `Draft.head` and those of `Draft.tail`."""
+    document, *_ = prompt.partition("\n\n")[2].rpartition(f"{_CLOSING}Question: ")
+    return document.rpartition(f"{_CLOSING}Example of an answer: ")[0] or document
 
 
 def to_content(parts: Sequence[Part]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from eval.metrics import parse_choice
 from eval.tasks import Question, RatioOfSums, Scored
 
@@ -16,8 +18,21 @@ def chosen_letter(text: str, question: Question) -> str:
     return parse_choice(text, question.details["options"])
 
 
-def letter_score(parsed: str, question: Question) -> float:
+def is_reference(parsed: str, question: Question) -> float:
+    """1 for what is one of the references as it is written, such as a letter, yes or no."""
     return float(parsed in question.references)
+
+
+def against_references(
+    metric: Callable[[str, Sequence[str]], float],
+) -> Callable[[str, Question], float]:
+    """The score of a task: a metric over the question's references."""
+    return lambda parsed, question: metric(parsed, question.references)
+
+
+def mean_as(name: str) -> RatioOfSums:
+    """The mean of the scores under the name that it was published by."""
+    return RatioOfSums(lambda sample: {name: (sample.score, 1.0)})
 
 
 def _choice_parts(sample: Scored) -> dict[str, tuple[float, float]]:

@@ -30,7 +30,7 @@ from eval.tasks._files import (
     take,
     take_texts,
 )
-from eval.tasks._scoring import choice_figures, chosen_letter, letter_score
+from eval.tasks._scoring import choice_figures, chosen_letter, is_reference
 from eval.tasks._tables import TableRow, parquet_rows
 
 _PARQUET = ("data/test-*.parquet", "test-*.parquet", "test.parquet")
@@ -153,7 +153,7 @@ TASK = Task(
     default_data="data/ai2d",
     load=load,
     parse=chosen_letter,
-    score=letter_score,
+    score=is_reference,
     max_new_tokens=16,
     metrics=choice_figures,
     official_size=3088,

@@ -10,7 +10,7 @@ from pathlib import Path
 from conceptmoe_vl.asking import question_messages
 from conceptmoe_vl.errors import UserError
 from eval.metrics import relaxed_accuracy
-from eval.tasks import Question, RatioOfSums, Scored, Task
+from eval.tasks import Question, Task
 from eval.tasks._files import (
     Images,
     checked,
@@ -20,7 +20,7 @@ from eval.tasks._files import (
     read_json,
     take,
 )
-from eval.tasks._scoring import as_written
+from eval.tasks._scoring import against_references, as_written, mean_as
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _INSTRUCTION = "Answer the question with a single word."
@@ -74,22 +74,14 @@ def _question(number: int, row: TableRow) -> Question:
     )
 
 
-def _score(parsed: str, question: Question) -> float:
-    return relaxed_accuracy(parsed, question.references)
-
-
-def _parts(sample: Scored) -> dict[str, tuple[float, float]]:
-    return {"relaxed_accuracy": (sample.score, 1.0)}
-
-
 TASK = Task(
     name="chartqa",
     description="ChartQA test, relaxed accuracy (5 % of the gold value)",
     default_data="data/chartqa",
     load=load,
     parse=as_written,
-    score=_score,
+    score=against_references(relaxed_accuracy),
     max_new_tokens=16,
-    metrics=RatioOfSums(_parts),
+    metrics=mean_as("relaxed_accuracy"),
     official_size=2500,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conceptmoe_vl.asking import question_messages
 from eval.metrics import anls
-from eval.tasks import Question, RatioOfSums, Scored, Task
+from eval.tasks import Question, Task
 from eval.tasks._files import (
     SHORT_ANSWER,
     Images,
@@ -20,7 +20,7 @@ from eval.tasks._files import (
     take_id,
     take_texts,
 )
-from eval.tasks._scoring import as_written
+from eval.tasks._scoring import against_references, as_written, mean_as
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _FILES = ("val_v1.0_withQT.json", "val_v1.0.json")
@@ -63,22 +63,14 @@ def _question(row: TableRow) -> Question:
     )
 
 
-def _score(parsed: str, question: Question) -> float:
-    return anls(parsed, question.references)
-
-
-def _parts(sample: Scored) -> dict[str, tuple[float, float]]:
-    return {"anls": (sample.score, 1.0)}
-
-
 TASK = Task(
     name="docvqa",
     description="DocVQA validation, ANLS",
     default_data="data/docvqa",
     load=load,
     parse=as_written,
-    score=_score,
+    score=against_references(anls),
     max_new_tokens=32,
-    metrics=RatioOfSums(_parts),
+    metrics=mean_as("anls"),
     official_size=5349,
 )

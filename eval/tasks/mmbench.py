@@ -16,7 +16,7 @@ from conceptmoe_vl.errors import UserError
 from eval.metrics import LETTERS
 from eval.tasks import Question, Scored, Task
 from eval.tasks._files import LETTER_ANSWER, complete, find_file, lettered
-from eval.tasks._scoring import chosen_letter, letter_score
+from eval.tasks._scoring import chosen_letter, is_reference
 from eval.tasks._tables import TableRow, tsv_rows
 
 _NAMES = (
@@ -104,7 +104,7 @@ TASK = Task(
     default_data="data/mmbench",
     load=load,
     parse=chosen_letter,
-    score=letter_score,
+    score=is_reference,
     max_new_tokens=16,
     metrics=mmbench_figures,
     official_size=4329,

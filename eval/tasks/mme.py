@@ -12,6 +12,7 @@ from conceptmoe_vl.errors import UserError
 from eval.metrics import parse_yes_no_prefix
 from eval.tasks import Question, Scored, Task
 from eval.tasks._files import SHORT_ANSWER, Images, complete, find_files, take
+from eval.tasks._scoring import is_reference
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 PERCEPTION = (
@@ -108,10 +109,6 @@ def _parse(text: str, question: Question) -> str:
     return parse_yes_no_prefix(text)
 
 
-def _score(parsed: str, question: Question) -> float:
-    return float(parsed in question.references)
-
-
 def mme_figures(samples: Sequence[Scored]) -> dict[str, float]:
     """The published scores: of a subtask accuracy + accuracy+ in percent, up to 200; summed over
     the subtasks of `perception` (up to 2,000), of `cognition` (up to 800) and of both (`score`).
@@ -150,7 +147,7 @@ TASK = Task(
     default_data="data/mme",
     load=load,
     parse=_parse,
-    score=_score,
+    score=is_reference,
     max_new_tokens=16,
     metrics=mme_figures,
     official_size=2374,

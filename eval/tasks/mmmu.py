@@ -30,7 +30,7 @@ from eval.tasks._files import (
     take,
     take_id,
 )
-from eval.tasks._scoring import as_written, chosen_letter, letter_score
+from eval.tasks._scoring import as_written, chosen_letter, is_reference
 from eval.tasks._tables import TableRow, parquet_rows
 
 _PICTURES = tuple(f"image_{number}" for number in range(1, 8))
@@ -147,7 +147,7 @@ def _parse(text: str, question: Question) -> str:
 
 def _score(parsed: str, question: Question) -> float:
     if question.details["is_choice"]:
-        return letter_score(parsed, question)
+        return is_reference(parsed, question)
     return open_answer_score(parse_open_answer(parsed), question.references)
 
 

@@ -21,6 +21,7 @@ from eval.tasks._files import (
     take,
     take_id,
 )
+from eval.tasks._scoring import is_reference
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _KINDS = ("random", "popular", "adversarial")
@@ -78,10 +79,6 @@ def _parse(text: str, question: Question) -> str:
     return parse_yes_no(text)
 
 
-def _score(parsed: str, question: Question) -> float:
-    return float(parsed in question.references)
-
-
 def _parts(sample: Scored) -> dict[str, tuple[float, float]]:
     return binary_parts(sample.parsed, sample.question.references[0])
 
@@ -92,7 +89,7 @@ TASK = Task(
     default_data="data/pope",
     load=load,
     parse=_parse,
-    score=_score,
+    score=is_reference,
     max_new_tokens=16,
     metrics=RatioOfSums(_parts),
     official_size=9000,

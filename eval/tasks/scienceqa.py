@@ -23,7 +23,7 @@ from eval.tasks._files import (
     take,
     take_texts,
 )
-from eval.tasks._scoring import chosen_letter, letter_score
+from eval.tasks._scoring import chosen_letter, is_reference
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _ROOTS = (".", "scienceqa", "data/scienceqa", "data")
@@ -114,7 +114,7 @@ TASK = Task(
     default_data="data/scienceqa",
     load=load,
     parse=chosen_letter,
-    score=letter_score,
+    score=is_reference,
     max_new_tokens=16,
     metrics=RatioOfSums(_figures),
     official_size=4241,

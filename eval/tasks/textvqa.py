@@ -20,7 +20,7 @@ from eval.tasks._files import (
     take_id,
     take_texts,
 )
-from eval.tasks._scoring import as_written
+from eval.tasks._scoring import against_references, as_written
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _FILE = "TextVQA_0.5.1_val.json"
@@ -59,17 +59,13 @@ def _question(row: TableRow) -> Question:
     )
 
 
-def _score(parsed: str, question: Question) -> float:
-    return textvqa_accuracy(parsed, question.references)
-
-
 TASK = Task(
     name="textvqa",
     description="TextVQA validation, accuracy over ten answers",
     default_data="data/textvqa",
     load=load,
     parse=as_written,
-    score=_score,
+    score=against_references(textvqa_accuracy),
     max_new_tokens=16,
     official_size=5000,
 )

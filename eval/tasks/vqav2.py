@@ -21,7 +21,7 @@ from eval.tasks._files import (
     take,
     take_id,
 )
-from eval.tasks._scoring import as_written
+from eval.tasks._scoring import against_references, as_written
 from eval.tasks._tables import TableRow, parquet_rows, record_row
 
 _QUESTIONS = "v2_OpenEnded_mscoco_val2014_questions.json"
@@ -82,10 +82,6 @@ def _question(row: TableRow) -> Question:
     )
 
 
-def _score(parsed: str, question: Question) -> float:
-    return vqa_accuracy(parsed, question.references)
-
-
 def _parts(sample: Scored) -> dict[str, tuple[float, float]]:
     references: Sequence[str] = sample.question.references
     return {
@@ -100,7 +96,7 @@ TASK = Task(
     default_data="data/vqav2",
     load=load,
     parse=as_written,
-    score=_score,
+    score=against_references(vqa_accuracy),
     max_new_tokens=16,
     metrics=RatioOfSums(_parts),
     official_size=214354,

@@ -190,6 +190,7 @@ def test_the_own_runner_gets_the_same(lm, data, tmp_path):
         assert sums == [resp[0][0] for resp in sample["resps"]]
 
 
+@pytest.mark.slow  # 47 s of CPU time, most of it imports in two processes
 @pytest.mark.distributed
 def test_the_command_line_in_two_processes(model_folder, data, tmp_path):
     """Samples and scores are those of one process; lm-eval asks the last question again where the

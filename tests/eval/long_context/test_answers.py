@@ -14,6 +14,7 @@ from data_pipelines.sources.scene_drawing import COLORS
 from eval.long_context.family import GENERATORS, Plan, long_tasks
 from eval.long_context.image_tasks import FIGURES
 from eval.long_context.keys import listed
+from eval.long_context.prompt import document_of
 from eval.long_context.words import ADJECTIVES, NOUNS
 from tests.eval.long_context.processors import tiny_processor
 
@@ -63,6 +64,21 @@ def test_repeating_the_prompt_scores_nothing(name, seed):
 
 @pytest.mark.parametrize("name", GENERATORS)
 @_FEW
+@given(seed=SEEDS, length=st.integers(200, 260))
+def test_a_piece_of_the_document_scores_nothing(name, seed, length):
+    grade, questions = asked(name, seed)
+    for question in questions:
+        prompt = question.text
+        found = [prompt.find(key) for key in question.details["wanted"]]
+        starts = {start for place in found for start in range(place - length, place + 1, 23)}
+        starts |= set(range(0, len(prompt), 101))
+        for start in starts:
+            piece = prompt[max(start, 0) :][:length]
+            assert grade(piece, question) == 0.0, piece
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@_FEW
 @given(seed=SEEDS)
 def test_listings_score_nothing(name, seed):
     grade, questions = asked(name, seed)
@@ -73,6 +89,16 @@ def test_listings_score_nothing(name, seed):
         )
         candidates = (" ".join(found), ", ".join(dict.fromkeys(found)))
         assert not any(grade(answer, question) for answer in (*LISTINGS, *candidates))
+
+
+def needles_of(question):
+    """The needles' own sentences, in the words of the document; the keys where it has none."""
+    sentences = re.findall(r"(?:The special|VAR) [^.]*\.", document_of(question.text))
+    keys = question.details["wanted"]
+    own = [one for one in sentences if re.split(" |=", one.rstrip("."))[-1] in keys]
+    if question.details["shape"] == "coded word":
+        own = [one for one in sentences if one.split()[1] in keys]
+    return " ".join(own) if own and not question.details["control"] else listed(keys)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -98,6 +124,7 @@ def test_right_keys_score_in_all_their_forms(name, seed):
             json.dumps(keys),
             f"```json\n{json.dumps({'answer': keys}, indent=2)}\n```",
             json.dumps({f"key {chr(97 + n)}": key for n, key in enumerate(keys)}),
+            needles_of(question),
             "\n".join(f"The one of tranquil things asked for is {key}." for key in keys),
             f"Based on the text above, the answer to the question is {listed(keys)}. Let me know "
             "if there is anything else that I can look up for you!",
