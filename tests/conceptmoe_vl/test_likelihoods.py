@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from conceptmoe_vl import likelihoods
+from conceptmoe_vl import likelihoods, token_scores
 from conceptmoe_vl.asking import load_pretrained, question_messages
 from conceptmoe_vl.continuous_batching import (
     LogLikelihood,
@@ -190,7 +190,7 @@ def test_the_prompt_of_several_choices_is_computed_once(plain, monkeypatch):
 def test_pieces_of_the_logits_and_of_the_copies_change_nothing(plain, monkeypatch):
     requests = requests_of()
     expected = log_likelihoods(*plain, requests)
-    monkeypatch.setattr(likelihoods, "_LOGIT_ENTRIES", 2 * plain[0].config.text.vocab_size)
+    monkeypatch.setattr(token_scores, "_LOGIT_ENTRIES", 2 * plain[0].config.text.vocab_size)
     monkeypatch.setattr(likelihoods, "_COPIED_TOKENS", 1)
     monkeypatch.setattr(likelihoods, "_CALL_TOKENS", 1)
     for result, other in zip(log_likelihoods(*plain, requests), expected, strict=True):
