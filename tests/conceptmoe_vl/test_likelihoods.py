@@ -227,3 +227,15 @@ def test_what_is_refused(plain):
     with pytest.raises(ValueError, match="batch_size is 0"):
         log_likelihoods(*plain, [("a", "b")], batch_size=0)
     assert log_likelihoods(*plain, []) == []
+
+
+def test_losses_may_be_left_out(plain):
+    """Where nobody wants a gradient; the logits are the same to the bit."""
+    model, processor = plain
+    inputs = padded_inputs(model, [encode_prompt(model, processor, "what is the color?")])
+    with torch.no_grad():
+        whole, bare = model(**inputs), model(**inputs, return_losses=False)
+    assert torch.equal(whole.logits, bare.logits)
+    assert whole.ratio_loss is not None
+    assert (bare.ratio_loss, bare.balance_loss, bare.chunks.ratio) == (None, None, None)
+    assert model(**inputs, return_losses=False).ratio_loss.requires_grad
