@@ -88,6 +88,7 @@ class PrefixCache:
         """Where the parts of a prompt end that others may share; see [`prompt_cuts`]."""
         return prompt_cuts(processor, sample.input_ids) if self.max_bytes else ()
 
+    @torch.inference_mode()
     def behind(
         self, model: Any, sample: EncodedSample, cuts: Sequence[int], compression: float | None
     ) -> Prefix | None:
