@@ -209,6 +209,7 @@ def _settings(
             **task.scoring,
         },
         **run.identity,
+        "shared_prefixes": run.identity["shared_prefixes"] and task.shares_prefixes,
     }
 
 

@@ -195,9 +195,12 @@ class Asker:
                 task.stop,
                 self.compression,
                 on_answer,
-                prefixes=self.prefixes,
+                prefixes=self._prefixes_of(task),
                 on_prompt=count,
             )
+
+    def _prefixes_of(self, task: Task) -> PrefixCache:
+        return self.prefixes if task.shares_prefixes else PrefixCache(0)
 
     def _take_likelihoods(
         self, task: Task, todo: _Unanswered, keep: Callable[[str, Reply], None]
@@ -222,7 +225,7 @@ class Asker:
                 requests,
                 self.batch_size,
                 self.compression,
-                self.prefixes,
+                self._prefixes_of(task),
                 lambda number, ids, boundary_T: prompts.append((ids, boundary_T)),
             )
         ((ids, boundary_T),) = prompts
