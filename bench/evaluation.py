@@ -5,7 +5,11 @@
 Both run the same weights on the same requests of lm-eval, `hf` with batch 1, in alternation, on
 one thread and in CPU seconds: `choices` are log-likelihoods of four answers behind a question,
 `letters` of four letters, `texts` of whole texts (perplexity), `answers` are generated greedily up
-to a stop string or 32 tokens. Results are compared before times are reported. Needs lm-eval.
+to an empty line or 32 tokens. `…_5_shots` stand behind five examples that all questions share, as
+those of a subject of MMLU do, `letters_own_shots` behind five of their own. Results are compared
+before times are reported. What requests share is forgotten from one run to the next. A second
+baseline is transformers' Qwen3-MoE of the same layers, width and experts, in lm-eval's `hf` model
+too. Needs lm-eval.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ conceptmoe_vl_runtime.setup()
 # ruff: noqa: E402  (the lines above must run before torch is imported)
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
@@ -36,12 +42,15 @@ from bench.timing import Clock, Pairs, alternate
 from conceptmoe_vl import ConceptMoEVLConfig, ConceptMoEVLForConditionalGeneration
 from conceptmoe_vl.asking import load_pretrained
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prefixes import PrefixCache
 from conceptmoe_vl.processing import build_processor
 from conceptmoe_vl.tokenizing import TURN_END, train_tokenizer
 from eval.adaptors.lm_eval import ConceptMoEVLForLMEval
+from eval.arguments import add_prefix_cache
 
 GOAL = 3.0
-TASKS = ("choices", "letters", "texts", "answers")
+# Of MMLU, whose questions and examples have about this many words.
+_INSTRUCTION = "The following are multiple choice questions (with answers) about documentation."
 _DOCS = Path(__file__).parent.parent / "docs"
 _TEXT = {
     "hidden_size": 256,
@@ -84,24 +93,51 @@ class Requests:
         return getattr(model, self.method)(self.instances, disable_tqdm=True)
 
 
+class _Texts:
+    """Random stretches of a text, and questions with four answers made of them."""
+
+    def __init__(self, words: list[str], seed: int) -> None:
+        self.rng, self._words = random.Random(seed), words
+
+    def some(self, low: int, high: int) -> str:
+        start = self.rng.randrange(len(self._words) - high)
+        return " ".join(self._words[start : start + self.rng.randint(low, high)])
+
+    def question(self) -> str:
+        options = "".join(f"\n{letter}. {self.some(1, 8)}" for letter in "ABCD")
+        return f"{self.some(15, 60)}{options}\nAnswer:"
+
+    def examples(self) -> str:
+        """An instruction and five questions with their answers."""
+        shots = [f"{self.question()} {self.rng.choice('ABCD')}\n\n" for _ in range(5)]
+        return f"{_INSTRUCTION}\n\n{''.join(shots)}"
+
+
 def make_requests(words: list[str], questions: int, seed: int = 0) -> dict[str, Requests]:
     """Questions of 20 to 150 words; 4 choices of 1 to 6 words; texts of 200 to 600 words."""
-    rng = random.Random(seed)
+    texts = _Texts(words, seed)
+    asked = [f"{texts.some(20, 150)} Answer:" for _ in range(questions)]
+    pairs = [(question, f" {texts.some(1, 6)}") for question in asked for _ in range(4)]
+    shared = texts.examples()
+    behind = [shared + texts.question() for _ in range(questions)]
+    own = [texts.examples() + texts.question() for _ in range(questions)]
 
-    def text(low: int, high: int) -> str:
-        start = rng.randrange(len(words) - high)
-        return " ".join(words[start : start + rng.randint(low, high)])
+    def letters(prompts: list[str]) -> list[tuple]:
+        return [(prompt, f" {letter}") for prompt in prompts for letter in "ABCD"]
 
-    asked = [f"{text(20, 150)} Answer:" for _ in range(questions)]
-    choices = [f" {text(1, 6)}" for _ in range(4 * questions)]
-    pairs = [(asked[n // 4], choice) for n, choice in enumerate(choices)]
-    letters = [(question, f" {letter}") for question in asked for letter in "ABCD"]
-    settings = {"until": ["e"], "max_gen_toks": 32, "do_sample": False}
+    def answers(prompts: list[str]) -> list[tuple]:
+        settings = {"until": ["\n\n"], "max_gen_toks": 32, "do_sample": False}
+        return [(prompt, dict(settings)) for prompt in prompts]
+
+    wholes = [(texts.some(200, 600),) for _ in range(questions)]
     arguments: dict[str, tuple[str, list[tuple]]] = {
         "choices": ("loglikelihood", pairs),
-        "letters": ("loglikelihood", letters),
-        "texts": ("loglikelihood_rolling", [(text(200, 600),) for _ in range(questions)]),
-        "answers": ("generate_until", [(question, dict(settings)) for question in asked]),
+        "letters": ("loglikelihood", letters(asked)),
+        "texts": ("loglikelihood_rolling", wholes),
+        "answers": ("generate_until", answers(asked)),
+        "letters_5_shots": ("loglikelihood", letters(behind)),
+        "answers_5_shots": ("generate_until", answers(behind)),
+        "letters_own_shots": ("loglikelihood", letters(own)),
     }
     return {
         name: Requests(
@@ -111,55 +147,87 @@ def make_requests(words: list[str], questions: int, seed: int = 0) -> dict[str, 
     }
 
 
-def check_equal(name: str, ours: list[Any], theirs: list[Any]) -> int:
+def make_qwen(vocabulary: int) -> Any:
+    """transformers' Qwen3-MoE of the same layers, width and experts, random weights."""
+    layers = sum(_TEXT[f"{stage}_layers"] for stage in ("encoder", "concept", "decoder"))
+    shared = (
+        *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_experts"),
+        *("num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings"),
+    )
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+        head_dim=_TEXT["hidden_size"] // _TEXT["num_attention_heads"],
+        **{name: _TEXT[name] for name in shared},
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config).eval()
+
+
+def check_equal(requests: Requests, ours: list[Any], theirs: list[Any]) -> int:
     """How many texts differ (a float32 tie); numbers must agree.
 
     Raises:
         UserError: log-likelihoods differ by more than rounding.
     """
-    if name == "answers":
+    if requests.method == "generate_until":
         return sum(mine != other.strip() for mine, other in zip(ours, theirs, strict=True))
     flat = [
-        (mine, other) if name == "texts" else (mine[0], other[0])
+        (mine, other) if requests.method == "loglikelihood_rolling" else (mine[0], other[0])
         for mine, other in zip(ours, theirs, strict=True)
     ]
     worst = max(abs(mine - other) / max(abs(other), 1.0) for mine, other in flat)
     if worst > 1e-4:
-        raise UserError(f"{name}: log-likelihoods differ by {worst:.1e} of their size")
+        raise UserError(f"log-likelihoods differ by {worst:.1e} of their size")
     return 0
 
 
-def measure(questions: int, repeats: int, batch_size: int) -> dict[str, Any]:
-    """Seconds and ratios of each task."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and ratios of each task; `options` of the command line."""
+    questions, repeats, batch_size = options.questions, options.repeats, options.batch_size
     torch.set_num_threads(1)
-    texts = [path.read_text(encoding="utf-8") for path in sorted(_DOCS.glob("*.md"))]
+    # Special tokens in a text count: pages name those of pictures without showing any.
+    pages = (path.read_text(encoding="utf-8") for path in sorted(_DOCS.glob("*.md")))
+    texts = [page.replace("<|", "<") for page in pages]
     words = list(itertools.chain.from_iterable(text.split() for text in texts))
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), texts)
         model, processor = load_pretrained(folder, "cpu")
-        theirs = HFLM(pretrained=model, tokenizer=processor.tokenizer, batch_size=1, device="cpu")
         ours = ConceptMoEVLForLMEval(folder, "cpu", batch_size)
         single = ConceptMoEVLForLMEval(folder, "cpu", 1)
+    alike = {"tokenizer": processor.tokenizer, "batch_size": 1, "device": "cpu"}
+    theirs = HFLM(pretrained=model, **alike)
+    qwen = HFLM(pretrained=make_qwen(len(processor.tokenizer)), **alike)
+
+    def run(lm: Any, requests: Requests) -> list[Any]:
+        if lm in (ours, single):
+            lm.prefixes = PrefixCache(options.prefix_cache << 20)
+        return requests.run(lm)
+
     rows = {}
     for name, requests in make_requests(words, questions).items():
-        different = check_equal(name, requests.run(ours), requests.run(theirs))
+        if options.tasks and name not in options.tasks:
+            continue
+        different = check_equal(requests, run(ours, requests), run(theirs, requests))
         variants = {
-            "batch": lambda requests=requests: requests.run(ours),
-            "single": lambda requests=requests: requests.run(single),
+            name: functools.partial(run, lm, requests)
+            for name, lm in (("batch", ours), ("single", single), ("qwen", qwen))
         }
-        pairs, _ = alternate(
-            Clock("cpu", "cpu"), lambda requests=requests: requests.run(theirs), variants, repeats
-        )
+        baseline = functools.partial(run, theirs, requests)
+        pairs, _ = alternate(Clock("cpu", "cpu"), baseline, variants, repeats)
         rows[name] = {
             "questions": questions,
             "hf_seconds": pairs["batch"].baseline,
+            "qwen_seconds": pairs["qwen"].variant,
             "seconds": pairs["batch"].variant,
             "speedup": pairs["batch"].speedup,
             "speedup_batch_1": pairs["single"].speedup,
+            "speedup_over_qwen": pairs["batch"].speedup / pairs["qwen"].speedup,
             "different_texts": different,
         }
         Console(stderr=True).print(f"{name}: {_shown(pairs['batch'])}")
-    return {"batch_size": batch_size, "repeats": repeats, "goal": GOAL, "tasks": rows}
+    settings = {"batch_size": batch_size, "repeats": repeats, "prefix_cache": options.prefix_cache}
+    return settings | {"goal": GOAL, "tasks": rows}
 
 
 def _shown(pairs: Pairs) -> str:
@@ -170,7 +238,8 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table(
         title=f"lm-eval: its hf model, batch 1, against ours, batch {report['batch_size']}"
     )
-    for column in ("task", "hf, CPU s", "ours, CPU s", "times as fast", "ours at batch 1", "goal"):
+    columns = ("task", "hf, CPU s", "ours, CPU s", "times as fast", "ours at batch 1")
+    for column in (*columns, "over Qwen3-MoE in hf", "goal"):
         table.add_column(column)
     for name, row in report["tasks"].items():
         table.add_row(
@@ -179,6 +248,7 @@ def print_report(report: dict[str, Any]) -> None:
             f"{row['seconds']:.2f}",
             f"{row['speedup']:.2f}",
             f"{row['speedup_batch_1']:.2f}",
+            f"{row['speedup_over_qwen']:.2f}",
             f"{GOAL:g}",
         )
     Console().print(table)
@@ -186,13 +256,15 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="*", default=[], help="some of them (default: all)")
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16)
+    add_prefix_cache(parser)
     parser.add_argument("--json", type=Path, help="file that the figures are written to")
     options = parser.parse_args(argv)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    report = measure(options.questions, options.repeats, options.batch_size)
+    report = measure(options)
     print_report(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

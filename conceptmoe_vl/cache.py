@@ -89,17 +89,18 @@ class KeyValueStore:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[index], self.values[index]
 
-    def gather(self, parts: Sequence[tuple[KeyValueStore, int, int]]) -> None:
+    def gather(self, parts: Sequence[tuple[KeyValueStore, int, int]], room: int = 0) -> None:
         """Becomes rows of several stores of the same layer, its own among them.
 
         Args:
             parts: for each new row the store, the row in it, and how many positions it holds.
+            room: positions that are to fit behind the longest of them.
         """
         filled = [(target, *part) for target, part in enumerate(parts) if part[2]]
         if not filled:
             self.keys = self.values = None
             return
-        capacity = _roomy(max(length for *_, length in filled))
+        capacity = _roomy(max(length for *_, length in filled) + room)
         made = []
         for name in ("keys", "values"):
             like = getattr(filled[0][1], name)
@@ -265,6 +266,32 @@ class ConceptCache(Cache):
             setattr(self, lengths, (*(own[row] for row in rows), *getattr(other, lengths)))
         self.padded_length = max(self.padded_length, other.padded_length)
         self.journal.clear()
+
+    @classmethod
+    def stacked(cls, caches: Sequence[ConceptCache], room: int = 0) -> ConceptCache:
+        """A cache of its own of all rows of some caches of one model, which stay as they are.
+
+        Args:
+            room: tokens of a row that are to fit without growing.
+        """
+        made = copy.copy(caches[0])
+        for level, lengths in _LEVELS.items():
+            stores = []
+            for number in range(len(getattr(made, level))):
+                stores.append(KeyValueStore())
+                rows = (
+                    (getattr(each, level)[number], row, length)
+                    for each in caches
+                    for row, length in enumerate(getattr(each, lengths))
+                )
+                stores[-1].gather(list(rows), room)
+            setattr(made, level, stores)
+        made.chunk, made.journal = ChunkState.stacked([each.chunk for each in caches]), Journal()
+        for lengths in set(_LEVELS.values()):
+            together = itertools.chain.from_iterable(getattr(each, lengths) for each in caches)
+            setattr(made, lengths, tuple(together))
+        made.padded_length = max(each.padded_length for each in caches)
+        return made
 
     def rows(self, indices: Sequence[int]) -> ConceptCache:
         """A cache of its own of some rows, each as often as it is named."""

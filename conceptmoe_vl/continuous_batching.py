@@ -5,11 +5,13 @@ Notable:
   (`ConceptCache.join`), and no row waits for the longest answer of its batch;
 - prompts are taken one by one from an iterable and read as late as possible: pictures of a large
   data set are never in memory together;
-- nothing is padded: neither prompts nor rows of the cache cost what their neighbours are longer.
+- nothing is padded: neither prompts nor rows of the cache cost what their neighbours are longer;
+- what prompts share with earlier ones is computed once (`prefixes`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from conceptmoe_vl.asking import Answer, check_finite, check_reachable, end_ids, make_answer
 from conceptmoe_vl.cache import ConceptCache
-from conceptmoe_vl.likelihoods import LogLikelihood, log_likelihoods
+from conceptmoe_vl.likelihoods import LogLikelihood, OnPrompt, log_likelihoods
+from conceptmoe_vl.prefixes import Prefix, PrefixCache, rest_of
 from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.requests import Prompt, Rendered, RequestError, encode_prompt, padded_inputs
 
@@ -49,6 +52,8 @@ def generate_all(
     compression: float | None = None,
     on_answer: Callable[[int, Answer], None] | None = None,
     max_cached_tokens: int = MAX_CACHED_TOKENS,
+    prefixes: PrefixCache | None = None,
+    on_prompt: OnPrompt | None = None,
 ) -> list[Answer]:
     """Greedy answers to any number of prompts: the text that each gets alone.
 
@@ -66,6 +71,8 @@ def generate_all(
             any order.
         max_cached_tokens: bounds the cache: most that the number of rows times the longest one
             (prompt and `max_new_tokens`) may be. A prompt that is longer alone is asked alone.
+        prefixes: what prompts share with those of earlier calls; None: with those of this one.
+        on_prompt: called for each prompt when it has been computed, before its answer.
 
     Returns:
         The answers in the order of the prompts.
@@ -82,7 +89,8 @@ def generate_all(
     check_reachable(model, compression)
     stop = tuple(filter(None, stop))
     answers: dict[int, Answer] = {}
-    asker = _Asker(model, processor, max_new_tokens, stop, compression)
+    prefixes = PrefixCache() if prefixes is None else prefixes
+    asker = _Asker(model, processor, max_new_tokens, stop, compression, prefixes, on_prompt)
     prompts = _Prompts(model, processor, conversations, max_new_tokens, max_cached_tokens)
     run = _answers_alone if _changes_greedy(model) else _answers
     for row in run(asker, prompts, batch_size):
@@ -101,6 +109,9 @@ class _Row:
     prompt: list[int]
     generated: list[int] = dataclasses.field(default_factory=list)
     ended: bool = False
+
+
+_Numbered = tuple[int, EncodedSample]
 
 
 class _Prompts:
@@ -125,9 +136,9 @@ class _Prompts:
     def waits(self) -> bool:
         return self._next is not None
 
-    def take(self, running: Sequence[_Row], room: int) -> list[tuple[int, EncodedSample]]:
+    def take(self, running: Sequence[_Row], room: int) -> list[_Numbered]:
         """The next prompts that fit beside the running rows; at least one where none runs."""
-        taken: list[tuple[int, EncodedSample]] = []
+        taken: list[_Numbered] = []
         longest = max((len(row.prompt) for row in running), default=0)
         tokens = 0
         while self._next is not None and len(taken) < room:
@@ -154,21 +165,58 @@ class _Asker:
         max_new_tokens: int,
         stop: tuple[str, ...],
         compression: float | None,
+        prefixes: PrefixCache,
+        on_prompt: OnPrompt | None,
     ) -> None:
         self.model, self.processor, self.stop = model, processor, stop
         self.max_new_tokens, self.compression = max_new_tokens, compression
+        self.prefixes, self.on_prompt = prefixes, on_prompt
         self._ends = end_ids(model)
         # A stop string ends in the newest token; a token holds a byte at least, a character four at
         # most, and the first ones decoded may begin inside a character.
         self._tail = 4 * max((len(mark) for mark in stop), default=0) + 8
 
-    def prefill(
-        self, prompts: Sequence[tuple[int, EncodedSample]]
-    ) -> tuple[list[_Row], ConceptCache]:
+    def prefill(self, prompts: Sequence[_Numbered]) -> tuple[list[_Row], ConceptCache]:
         """Rows with their first tokens, and the cache of them alone."""
+        whole: list[_Numbered] = []
+        cut: list[_Numbered] = []
+        found: list[Prefix] = []
+        for number, sample in prompts:
+            cuts = self.prefixes.cuts(self.processor, sample)
+            prefix = self.prefixes.behind(self.model, sample, cuts, self.compression)
+            if prefix is None:
+                whole.append((number, sample))
+            else:
+                cut.append((number, sample))
+                found.append(prefix)
+        rows, cache = self._prefill(whole, []) if whole else ([], None)
+        if not cut:
+            assert cache is not None  # there are prompts
+            return rows, cache
+        more, filled = self._prefill(cut, found)
+        if cache is None:
+            return more, filled
+        cache.join(filled)
+        return [*rows, *more], cache
+
+    def _prefill(
+        self, prompts: Sequence[_Numbered], prefixes: Sequence[Prefix]
+    ) -> tuple[list[_Row], ConceptCache]:
+        """Prompts behind a prefix each, or all without."""
         rows = [_Row(number, sample.input_ids) for number, sample in prompts]
-        inputs = padded_inputs(self.model, [sample for _, sample in prompts])
-        return rows, self._advance(rows, inputs, None)
+        before: Sequence[Prefix | None] = prefixes or [None] * len(prompts)
+        rests = [rest_of(sample, own) for (_, sample), own in zip(prompts, before, strict=True)]
+        lengths = [len(rest.input_ids) for rest in rests]
+        cache = None
+        if prefixes:
+            cache = ConceptCache.stacked([own.cache for own in prefixes], room=max(lengths))
+        out = self._advance(rows, padded_inputs(self.model, rests), cache)
+        if self.on_prompt is not None:
+            fired = out.chunks.boundary_mask.cpu().split(lengths)
+            for row, own, fired_T in zip(rows, before, fired, strict=True):
+                known = [] if own is None else [own.boundary_T]
+                self.on_prompt(row.number, row.prompt, torch.cat((*known, fired_T)))
+        return rows, out.cache
 
     def step(self, rows: Sequence[_Row], cache: ConceptCache) -> None:
         """One more token for every row; those that have ended ride along."""
@@ -177,12 +225,13 @@ class _Asker:
 
     def _advance(
         self, rows: Sequence[_Row], inputs: dict[str, Tensor], cache: ConceptCache | None
-    ) -> ConceptCache:
+    ) -> Any:
         out = self.model(
             **inputs,
             cache=cache,
             use_cache=True,
             logits_to_keep=1,
+            return_losses=False,
             compression=self.compression,
         )
         logits = out.logits[:, -1].float()
@@ -195,7 +244,7 @@ class _Asker:
             if not row.ended:
                 row.generated.append(token)
                 row.ended = self._has_ended(row.generated)
-        return out.cache
+        return out
 
     def _has_ended(self, generated: list[int]) -> bool:
         if generated[-1] in self._ends or len(generated) >= self.max_new_tokens:
@@ -252,12 +301,31 @@ def _answers_alone(asker: _Asker, prompts: _Prompts, batch_size: int) -> Iterato
     while prompts.waits:
         for number, sample in prompts.take((), 1):
             inputs = padded_inputs(model, [sample])
-            ids = model.generate(
-                **inputs,
-                max_new_tokens=asker.max_new_tokens,
-                do_sample=False,
-                compression=asker.compression,
-                **stopping,
-            )
+            with _first_boundaries(model) as found:
+                ids = model.generate(
+                    **inputs,
+                    max_new_tokens=asker.max_new_tokens,
+                    do_sample=False,
+                    compression=asker.compression,
+                    **stopping,
+                )
+            if asker.on_prompt is not None:
+                asker.on_prompt(number, sample.input_ids, found[0])
             prompt = len(sample.input_ids)
             yield _Row(number, sample.input_ids, ids[0, prompt:].tolist(), ended=True)
+
+
+@contextlib.contextmanager
+def _first_boundaries(model: Any) -> Iterator[list[Tensor]]:
+    """Boundaries of the first call inside, of which `generate` tells nothing: those of a prompt."""
+    found: list[Tensor] = []
+
+    def read(_model: Any, _inputs: tuple, output: Any) -> None:
+        if not found:
+            found.append(output.chunks.boundary_mask.cpu())
+
+    handle = model.register_forward_hook(read)
+    try:
+        yield found
+    finally:
+        handle.remove()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +50,22 @@ class ChunkState:
         if self.smoothed_GD is not None:
             self.smoothed_GD = self.smoothed_GD[index]
 
-    def join(self, other: ChunkState, keep: Tensor) -> None:
+    @property
+    def bytes(self) -> int:
+        tensors = [self.last_key_GD, self.smoothed_GD]
+        if self.open_chunks is not None:
+            tensors += [self.open_chunks.sum_GD, self.open_chunks.count_G]
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+    @classmethod
+    def stacked(cls, states: Sequence[ChunkState]) -> ChunkState:
+        """The rows of several states of one model, end to end."""
+        made = dataclasses.replace(states[0])
+        for state in states[1:]:
+            made.join(state)
+        return made
+
+    def join(self, other: ChunkState, keep: Tensor | slice = slice(None)) -> None:
         """Chosen rows, and behind them those of another state of the same model."""
         self.last_key_GD = _behind(self.last_key_GD, other.last_key_GD, keep)
         self.smoothed_GD = _behind(self.smoothed_GD, other.smoothed_GD, keep)
@@ -61,7 +77,7 @@ class ChunkState:
             )
 
 
-def _behind(first: Tensor | None, second: Tensor | None, keep: Tensor) -> Tensor | None:
+def _behind(first: Tensor | None, second: Tensor | None, keep: Tensor | slice) -> Tensor | None:
     if first is None or second is None:  # a model that has no such state has it in no cache
         return None
     return torch.cat((first[keep], second))

@@ -5,44 +5,32 @@ Notable:
   cache goes on from it with each choice, which gives the logits of one pass (invariant 4);
 - the first token of every choice is read off the prompt's last state, so letters cost nothing more;
 - a single continuation needs no cache: prompt and continuation are one packed document;
-- logits exist for some states at a time, never for all of them.
+- what a prompt shares with earlier ones is not computed again (`prefixes`);
+- logits exist for some states at a time, never for all of them (`token_scores`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conceptmoe_vl.asking import check_finite, check_reachable
+from conceptmoe_vl.asking import check_reachable
+from conceptmoe_vl.cache import ConceptCache
 from conceptmoe_vl.image_processing import collate_images
+from conceptmoe_vl.prefixes import PrefixCache, rest_of
 from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.requests import Prompt, Rendered, RequestError, encode_prompt, padded_inputs
+from conceptmoe_vl.token_scores import LogLikelihood, TokenScores
 
-# Logits of one product: 16 MB in float32.
-_LOGIT_ENTRIES = 1 << 22
 # Tokens of one call, and tokens that the copies of prompts for their choices hold.
 _CALL_TOKENS, _COPIED_TOKENS = 16384, 1 << 17
-
-
-@dataclasses.dataclass(frozen=True)
-class LogLikelihood:
-    """How likely a continuation is behind its prompt.
-
-    Fields:
-        sum: natural logarithm of its probability.
-        tokens: how many tokens it has.
-        is_greedy: whether each of them is the likeliest: generation would write it.
-    """
-
-    sum: float
-    tokens: int
-    is_greedy: bool
+# Called with the number of a prompt's first request, its tokens and `[T]` their boundaries.
+OnPrompt = Callable[[int, list[int], Tensor], None]
 
 
 @dataclasses.dataclass
@@ -52,11 +40,13 @@ class Continuations:
     Fields:
         prompt: at least one token. ids: of each continuation, at least one.
         numbers: which request each continuation is.
+        cuts: where the parts of the prompt end that others may share; see `prefixes`.
     """
 
     prompt: EncodedSample
     ids: list[tuple[int, ...]]
     numbers: list[int]
+    cuts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -70,6 +60,8 @@ def log_likelihoods(
     requests: Sequence[tuple[Prompt, str]],
     batch_size: int = 16,
     compression: float | None = None,
+    prefixes: PrefixCache | None = None,
+    on_prompt: OnPrompt | None = None,
 ) -> list[LogLikelihood]:
     """Log-likelihood of each continuation behind its prompt.
 
@@ -85,23 +77,28 @@ def log_likelihoods(
         batch_size: prompts of a call. On a CPU a prompt is always alone in its call, so that the
             results are the same to the bit whatever stands beside it and in whichever order.
         compression: wanted tokens per concept; None: what the model was trained for.
+        prefixes: what prompts share with those of earlier calls; None: with those of this one.
+        on_prompt: called for each prompt when it has been computed.
 
     Raises:
         RequestError: a prompt cannot be read, or a continuation is empty.
         UserError: the model cannot reach the compression, or its logits are not finite.
     """
-    encoded = _encoded(model, processor, requests)
-    return score_continuations(model, encoded, len(requests), batch_size, compression)
+    prefixes = PrefixCache() if prefixes is None else prefixes
+    encoded = _encoded(model, processor, requests, prefixes)
+    count = len(requests)
+    return score_continuations(model, encoded, count, batch_size, compression, prefixes, on_prompt)
 
 
 def _encoded(
-    model: Any, processor: Any, requests: Sequence[tuple[Prompt, str]]
+    model: Any, processor: Any, requests: Sequence[tuple[Prompt, str]], prefixes: PrefixCache
 ) -> Iterator[Continuations]:
     numbered = enumerate(requests)
     for prompt, members in itertools.groupby(numbered, key=lambda entry: entry[1][0]):
         asked = [(number, continuation) for number, (_, continuation) in members]
         whole = Rendered(prompt) if isinstance(prompt, str) else prompt
-        group = Continuations(_prompt(model, processor, whole, asked[0][0]), [], [])
+        encoded = _prompt(model, processor, whole, asked[0][0])
+        group = Continuations(encoded, [], [], prefixes.cuts(processor, encoded))
         for number, continuation in asked:
             ids = _continuation_ids(processor, whole, group.prompt, continuation)
             if not ids:
@@ -148,11 +145,14 @@ def score_continuations(
     count: int,
     batch_size: int = 16,
     compression: float | None = None,
+    prefixes: PrefixCache | None = None,
+    on_prompt: OnPrompt | None = None,
 ) -> list[LogLikelihood]:
     """`log_likelihoods` of tokens.
 
     Args:
         count: of all continuations; their numbers go from 0 to it.
+        prefixes: needed where prompts have cuts.
 
     Raises:
         ValueError: `batch_size` is below 1.
@@ -162,13 +162,15 @@ def score_continuations(
     check_reachable(model, compression)
     if _prompts_alone(model):
         batch_size = 1
+    prefixes = PrefixCache() if prefixes is None else prefixes
     results: dict[int, LogLikelihood] = {}
     for batch in _batches(groups, batch_size):
-        shared = [group for group in batch if len(group.ids) > 1]
-        single = [group for group in batch if len(group.ids) == 1]
-        for groups_of_kind, score in ((shared, _score_choices), (single, _score_documents)):
-            if groups_of_kind:
-                results |= score(model, groups_of_kind, compression)
+        kinds: dict[tuple[bool, bool], list[Continuations]] = {}
+        for group in batch:
+            kinds.setdefault((len(group.ids) > 1, bool(group.cuts)), []).append(group)
+        for (several, _), members in kinds.items():
+            call = _Call(model, members, compression, prefixes, on_prompt)
+            results |= _score_choices(call) if several else _score_documents(call)
     return [results[number] for number in range(count)]
 
 
@@ -189,95 +191,120 @@ def _batches(groups: Iterator[Continuations], batch_size: int) -> Iterator[list[
         yield batch
 
 
-def _score_documents(
-    model: Any, groups: Sequence[Continuations], compression: float | None
-) -> dict[int, LogLikelihood]:
-    """Prompts with one continuation each: packed documents."""
-    documents = [[*group.prompt.input_ids, *group.ids[0][:-1]] for group in groups]
-    states_TD = _packed_states(model, documents, groups, compression)
-    ends = itertools.accumulate(map(len, documents))
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Prompts that are computed together: all have cuts, or none has."""
+
+    model: Any
+    groups: Sequence[Continuations]
+    compression: float | None
+    prefixes: PrefixCache
+    on_prompt: OnPrompt | None
+
+    def states(
+        self, behind: Sequence[tuple[int, ...]], keep: bool
+    ) -> tuple[Tensor, list[int], ConceptCache | None]:
+        """States of the prompts, of those with cuts behind the last one, and of what follows them.
+
+        Args:
+            behind: tokens behind each prompt. keep: whether a cache is wanted.
+
+        Returns:
+            `[T, D]` states of all, where those of each prompt end, and the cache.
+        """
+        found = [
+            self.prefixes.behind(self.model, group.prompt, group.cuts, self.compression)
+            for group in self.groups
+        ]
+        rests = []
+        for group, prefix, more in zip(self.groups, found, behind, strict=True):
+            rest = rest_of(group.prompt, prefix)
+            rests.append(EncodedSample([*rest.input_ids, *more], [], rest.images))
+        known = [prefix.cache for prefix in found if prefix is not None]
+        lengths = [len(rest.input_ids) for rest in rests]
+        if keep or known:
+            inputs = padded_inputs(self.model, rests) | {"use_cache": True}
+            if known:
+                inputs["cache"] = ConceptCache.stacked(known, room=max(lengths))
+        else:
+            inputs = _packed_inputs(self.model, rests)
+        out = self.model(
+            **inputs,
+            return_logits=False,
+            return_states=True,
+            return_losses=False,
+            compression=self.compression,
+        )
+        if self.on_prompt is not None:
+            fired = out.chunks.boundary_mask.cpu().split(lengths)
+            for group, prefix, own_T in zip(self.groups, found, fired, strict=True):
+                before = [] if prefix is None else [prefix.boundary_T]
+                ids = group.prompt.input_ids
+                self.on_prompt(group.numbers[0], ids, torch.cat((*before, own_T))[: len(ids)])
+        return out.states, list(itertools.accumulate(lengths)), out.cache
+
+
+def _packed_inputs(model: Any, samples: Sequence[EncodedSample]) -> dict[str, Any]:
+    """Documents end to end."""
+    documents = [sample.input_ids for sample in samples]
+    offsets = list(itertools.accumulate(map(len, documents), initial=0))
+    inputs = {
+        "input_ids": torch.tensor(list(itertools.chain(*documents))),
+        "cu_seqlens": torch.tensor(offsets, dtype=torch.int32),
+        **collate_images([image for sample in samples for image in sample.images]),
+    }
+    return {name: value.to(model.device) for name, value in inputs.items()}
+
+
+def _score_documents(call: _Call) -> dict[int, LogLikelihood]:
+    """Prompts with one continuation each: one call for both."""
+    states_TD, ends, _ = call.states([group.ids[0][:-1] for group in call.groups], keep=False)
     where = [
         position
-        for group, end in zip(groups, ends, strict=True)
+        for group, end in zip(call.groups, ends, strict=True)
         for position in range(end - len(group.ids[0]), end)
     ]
-    pieces = _Pieces(model)
-    numbers = [group.numbers[0] for group in groups for _ in group.ids[0]]
-    targets = [token for group in groups for token in group.ids[0]]
+    pieces = TokenScores(call.model)
+    numbers = [group.numbers[0] for group in call.groups for _ in group.ids[0]]
+    targets = [token for group in call.groups for token in group.ids[0]]
     pieces.add(states_TD, where, targets, numbers)
     return pieces.results()
 
 
-def _packed_states(
-    model: Any,
-    documents: Sequence[list[int]],
-    groups: Sequence[Continuations],
-    compression: float | None,
-) -> Tensor:
-    """`[T, D]` states of documents, one a group, with the images of their prompts."""
-    offsets = list(itertools.accumulate(map(len, documents), initial=0))
-    images = collate_images([image for group in groups for image in group.prompt.images])
-    out = model(
-        input_ids=torch.tensor(list(itertools.chain(*documents)), device=model.device),
-        cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=model.device),
-        **{name: value.to(model.device) for name, value in images.items()},
-        return_logits=False,
-        return_states=True,
-        compression=compression,
-    )
-    return out.states
-
-
-def _score_choices(
-    model: Any, groups: Sequence[Continuations], compression: float | None
-) -> dict[int, LogLikelihood]:
+def _score_choices(call: _Call) -> dict[int, LogLikelihood]:
     """Prompts with several continuations. Equal ones are computed once: as rows of one product they
     would differ in their last bits, and the report would count no tie.
     """
     equal_to: dict[int, int] = {}
     different: list[Continuations] = []
-    for group in groups:
+    for group in call.groups:
         first_of: dict[tuple[int, ...], int] = {}
         for number, ids in zip(group.numbers, group.ids, strict=True):
             equal_to[number] = first_of.setdefault(ids, number)
-        different.append(Continuations(group.prompt, list(first_of), list(first_of.values())))
-    found = _score_different(model, different, compression)
+        numbers = list(first_of.values())
+        different.append(dataclasses.replace(group, ids=list(first_of), numbers=numbers))
+    found = _score_different(dataclasses.replace(call, groups=different))
     return {number: found[first] for number, first in equal_to.items()}
 
 
-def _score_different(
-    model: Any, groups: Sequence[Continuations], compression: float | None
-) -> dict[int, LogLikelihood]:
+def _score_different(call: _Call) -> dict[int, LogLikelihood]:
     """The first tokens of continuations come from the prompts' last states, the others from calls
     that go on behind copies of the prompts' caches.
     """
-    pieces = _Pieces(model)
+    pieces = TokenScores(call.model)
     longer = [
         (row, number, ids)
-        for row, group in enumerate(groups)
+        for row, group in enumerate(call.groups)
         for number, ids in zip(group.numbers, group.ids, strict=True)
         if len(ids) > 1
     ]
-    prompts = [group.prompt.input_ids for group in groups]
-    cache = None
-    if longer:
-        inputs = padded_inputs(model, [group.prompt for group in groups])
-        out = model(
-            **inputs,
-            use_cache=True,
-            return_logits=False,
-            return_states=True,
-            compression=compression,
-        )
-        states_TD, cache = out.states, out.cache
-    else:
-        states_TD = _packed_states(model, prompts, groups, compression)
-    lasts = [end - 1 for end in itertools.accumulate(map(len, prompts))]
-    for last, group in zip(lasts, groups, strict=True):
+    states_TD, ends, cache = call.states([()] * len(call.groups), keep=bool(longer))
+    for end, group in zip(ends, call.groups, strict=True):
         firsts = [ids[0] for ids in group.ids]
-        pieces.add(states_TD, [last] * len(firsts), firsts, group.numbers)
+        pieces.add(states_TD, [end - 1] * len(firsts), firsts, group.numbers)
+    prompts = [group.prompt.input_ids for group in call.groups]
     for part in _parts(longer, prompts):
-        _continue(model, cache, part, pieces, compression)
+        _continue(call.model, cache, part, pieces, call.compression)
     return pieces.results()
 
 
@@ -301,7 +328,7 @@ def _continue(
     model: Any,
     cache: Any,
     part: Sequence[tuple[int, int, tuple[int, ...]]],
-    pieces: _Pieces,
+    pieces: TokenScores,
     compression: float | None,
 ) -> None:
     """Scores the second and later tokens of continuations (row, number, ids)."""
@@ -312,55 +339,9 @@ def _continue(
         use_cache=True,
         return_logits=False,
         return_states=True,
+        return_losses=False,
         compression=compression,
     )
     targets = [token for _, _, ids in part for token in ids[1:]]
     numbers = [number for _, number, ids in part for _ in ids[1:]]
     pieces.add(out.states, list(range(len(targets))), targets, numbers)
-
-
-class _Pieces:
-    """Sums the log-likelihoods of tokens by request."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._found: dict[int, list[tuple[float, bool]]] = {}
-
-    def add(
-        self,
-        states_TD: Tensor,
-        where: Sequence[int],
-        targets: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        """Scores tokens.
-
-        Args:
-            where: index of the state that predicts each. targets: their ids. numbers: their
-                requests.
-        """
-        head, image = self._model.lm_head, self._model.config.image_token_id
-        step = max(_LOGIT_ENTRIES // head.weight.shape[0], 1)
-        for start in range(0, len(where), step):
-            part = slice(start, start + step)
-            index = torch.tensor(where[part], device=states_TD.device)
-            target = torch.tensor(targets[part], device=states_TD.device)
-            logits = head(states_TD.index_select(0, index)).float()
-            chosen = logits.gather(1, target[:, None]).squeeze(1)
-            likelihoods = chosen - logits.logsumexp(-1)
-            check_finite(bool(likelihoods.isfinite().all()))
-            if image is not None:  # which generation never writes
-                logits[:, image] = float("-inf")
-            greedy = (logits.argmax(-1) == target).tolist()
-            for number, *found in zip(numbers[part], likelihoods.tolist(), greedy, strict=True):
-                self._found.setdefault(number, []).append((found[0], found[1]))
-
-    def results(self) -> dict[int, LogLikelihood]:
-        return {
-            number: LogLikelihood(
-                math.fsum(value for value, _ in found),
-                len(found),
-                all(greedy for _, greedy in found),
-            )
-            for number, found in self._found.items()
-        }

@@ -163,6 +163,7 @@ class ConceptMoEVLForConditionalGeneration(
         logits_to_keep: int = 0,
         return_logits: bool | None = None,
         return_states: bool = False,
+        return_losses: bool = True,
         compression: float | None = None,
         filler: bool = False,
         **unused: Any,
@@ -184,6 +185,8 @@ class ConceptMoEVLForConditionalGeneration(
             logits_to_keep: last columns of each row that get logits; 0: all.
             return_logits: whether logits are made; None: unless training with labels.
             return_states: whether the states that the head reads are given out.
+            return_losses: False leaves auxiliary losses and statistics out, as a decoding step
+                always does, where neither labels are given nor a gradient is wanted.
             compression: wanted tokens per concept of this call; None: what the model was trained
                 for.
             filler: the batch only keeps this rank in step with others: it enters no statistic of
@@ -209,7 +212,8 @@ class ConceptMoEVLForConditionalGeneration(
         )
         # Nobody reads the losses of a decoding step; they would take a fifth of its time.
         step = cache is not None and packed.layout.max_length == 1 and packed.layout.has_past
-        statistics = not step or labels is not None or torch.is_grad_enabled()
+        unread = step or not return_losses
+        statistics = not unread or labels is not None or torch.is_grad_enabled()
         states = self.language_model(x_TD, packed.layout, kinds, cache, compression, statistics)
         forced_T = kinds.forced_T
         if self.config.chunk.router == "none":

@@ -32,7 +32,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_asking_options(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
-    """--batch-size, --compression, --no-cache."""
+    """--batch-size, --compression, --prefix-cache, --no-cache."""
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -46,8 +46,21 @@ def add_asking_options(parser: argparse.ArgumentParser, batch_size: int = 64) ->
         metavar="R",
         help="tokens per concept; 1 compresses nothing (default: what the model was trained for)",
     )
+    add_prefix_cache(parser)
     parser.add_argument(
         "--no-cache",
         action="store_true",
         help="ask everything anew, also what OUTPUT/replies holds of this model and these settings",
+    )
+
+
+def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
+    """--prefix-cache."""
+    parser.add_argument(
+        "--prefix-cache",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help="memory for what questions share: examples, instructions, an image; 0 computes every "
+        "prompt anew and in one pass (default: %(default)s)",
     )

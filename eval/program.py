@@ -16,6 +16,7 @@ from rich.progress import Progress
 import conceptmoe_vl
 from conceptmoe_vl.asking import check_model_folder, check_reachable, load_pretrained
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prefixes import PrefixCache
 from eval.efficiency import mean_cost
 from eval.processes import World, joined
 from eval.replies import ReplyStore, checksum, folder_checksum
@@ -74,6 +75,7 @@ def evaluate_tasks(
         UserError: an argument, the data or the model cannot be used, or a question not be asked.
     """
     check_counts(arguments, "batch_size", "limit")
+    check_counts(arguments, "prefix_cache", least=0)
     with joined() as world:
         # What can be refused without the seconds that a model takes to load is refused first.
         tasks = [] if make_tasks else get_tasks(arguments.tasks)
@@ -103,7 +105,8 @@ def evaluate_loaded(
         UserError: the model cannot reach `arguments.compression`, or a question not be asked.
     """
     check_reachable(model, arguments.compression)
-    asker = Asker(model, processor, arguments.batch_size, arguments.compression)
+    prefixes = PrefixCache(arguments.prefix_cache << 20)
+    asker = Asker(model, processor, arguments.batch_size, arguments.compression, prefixes)
     run = _Run(arguments, world, asker, output, _identity(model, arguments, world))
     for task, questions in loaded:
         _evaluate_task(task, questions, run)
@@ -137,6 +140,7 @@ def _identity(model: Any, arguments: argparse.Namespace, world: World) -> dict[s
         "model_checksum": folder_checksum(Path(arguments.model)) if world.is_main else None,
         "code_checksum": folder_checksum(Path(conceptmoe_vl.__file__).parent, "**/*.py"),
         "compression": arguments.compression,
+        "shared_prefixes": arguments.prefix_cache > 0,
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {"conceptmoe-vl": conceptmoe_vl.__version__, **versions},
@@ -205,6 +209,7 @@ def _settings(
             **task.scoring,
         },
         **run.identity,
+        "shared_prefixes": run.identity["shared_prefixes"] and task.shares_prefixes,
     }
 
 

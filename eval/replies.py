@@ -166,6 +166,7 @@ def question_key(
             "mode": task.mode,
             "max_new_tokens": task.max_new_tokens,
             "stop": list(task.stop),
+            "shares_prefixes": task.shares_prefixes,
         }
     )
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from conceptmoe_vl.asking import Answer, make_answer
 from conceptmoe_vl.continuous_batching import RequestError, generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prefixes import PrefixCache
 from eval.replies import ImageChecksums, Reply, ReplyStore, question_key
 from eval.tasks import Question, Scored, Task
 
@@ -83,39 +84,6 @@ def to_sample(task: Task, question: Question, reply: Reply) -> Sample:
     )
 
 
-@contextmanager
-def watch_prompts(model: Any, on_row: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Calls `on_row` with ids and boundaries, `[T]` each, of every row that the model reads.
-
-    Generated tokens are left out: rows that have ended would count too.
-    """
-
-    def read(_model: Any, _args: tuple, inputs: dict[str, Any], output: Any) -> None:
-        ids = inputs["input_ids"]
-        if ids.ndim == 2 and ids.shape[1] == 1:  # a generated token
-            return
-        if ids.ndim == 1:
-            packed, lengths = ids, inputs["cu_seqlens"].diff().tolist()
-        else:
-            mask = inputs.get("attention_mask")  # not there where nothing is padded
-            kept = torch.ones_like(ids).bool() if mask is None else mask[:, -ids.shape[1] :].bool()
-            packed, lengths = ids[kept], kept.sum(1).tolist()
-        boundary = output.chunks.boundary_mask
-        if boundary.numel() != packed.numel():
-            raise RuntimeError(
-                f"the model reports {boundary.numel()} boundaries for {packed.numel()} tokens"
-            )
-        parts = (packed.cpu().split(lengths), boundary.cpu().split(lengths))
-        for row, fired in zip(*parts, strict=True):
-            on_row(row, fired)
-
-    handle = model.register_forward_hook(read, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def count_by_modality(
     model: Any, ids_T: Tensor, boundary_T: Tensor
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -152,12 +120,14 @@ class Asker:
     Fields:
         batch_size: answers that are generated together; it changes none of them.
         compression: wanted tokens per concept; None: what the model was trained for.
+        prefixes: what questions share, kept from one to the next; its size changes none of them.
     """
 
     model: Any
     processor: Any
     batch_size: int
     compression: float | None = None
+    prefixes: PrefixCache = field(default_factory=PrefixCache)
 
     def ask(
         self,
@@ -201,21 +171,21 @@ class Asker:
         return Asked(replies, keys, len(asked), time.perf_counter() - started)
 
     def _generate(self, task: Task, todo: _Unanswered, keep: Callable[[str, Reply], None]) -> None:
-        taken: list[tuple[str, Question]] = []  # questions are taken, and prompts read, in order
-        counts: list[tuple[dict[str, int], dict[str, int]]] = []
+        taken: list[tuple[str, Question]] = []
+        counts: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
 
         def conversations() -> Iterator[list[dict[str, Any]]]:
             for key, question in todo:
                 taken.append((key, question))
                 yield question.messages
 
-        def count(ids_T: Tensor, boundary_T: Tensor) -> None:
-            counts.append(count_by_modality(self.model, ids_T, boundary_T))
+        def count(number: int, ids: list[int], boundary_T: Tensor) -> None:
+            counts[number] = count_by_modality(self.model, torch.tensor(ids), boundary_T)
 
         def on_answer(number: int, answer: Answer) -> None:
-            keep(taken[number][0], _to_reply(answer, counts[number]))
+            keep(taken[number][0], _to_reply(answer, counts.pop(number)))
 
-        with _named_by(lambda number: taken[number][1]), watch_prompts(self.model, count):
+        with _named_by(lambda number: taken[number][1]):
             generate_all(
                 self.model,
                 self.processor,
@@ -225,7 +195,12 @@ class Asker:
                 task.stop,
                 self.compression,
                 on_answer,
+                prefixes=self._prefixes_of(task),
+                on_prompt=count,
             )
+
+    def _prefixes_of(self, task: Task) -> PrefixCache:
+        return self.prefixes if task.shares_prefixes else PrefixCache(0)
 
     def _take_likelihoods(
         self, task: Task, todo: _Unanswered, keep: Callable[[str, Reply], None]
@@ -241,20 +216,21 @@ class Asker:
         if not texts or (task.mode == "choose" and not question.messages):
             needed = "messages and choices" if task.mode == "choose" else "a reference"
             raise UserError(f"question '{question.key}': mode {task.mode} needs {needed}")
-        rows: list[tuple[Tensor, Tensor]] = []
+        prompts: list[tuple[list[int], Tensor]] = []
         requests = [(question.messages or "", text) for text in texts]
-        with (
-            _named_by(lambda number: question),
-            watch_prompts(self.model, lambda ids_T, fired_T: rows.append((ids_T, fired_T))),
-        ):
+        with _named_by(lambda number: question):
             found = log_likelihoods(
-                self.model, self.processor, requests, self.batch_size, self.compression
+                self.model,
+                self.processor,
+                requests,
+                self.batch_size,
+                self.compression,
+                self._prefixes_of(task),
+                lambda number, ids, boundary_T: prompts.append((ids, boundary_T)),
             )
-        ids_T, boundary_T = rows[0]
-        # A single text is read behind its prompt in one call, but for its last token.
-        length = len(ids_T) - (found[0].tokens - 1 if len(texts) == 1 else 0)
-        answer = make_answer(ids_T[:length].tolist(), [], self.model, self.processor)
-        counts = count_by_modality(self.model, ids_T[:length], boundary_T[:length])
+        ((ids, boundary_T),) = prompts
+        answer = make_answer(ids, [], self.model, self.processor)
+        counts = count_by_modality(self.model, torch.tensor(ids), boundary_T)
         return _to_reply(answer, counts, tuple((each.sum, each.tokens) for each in found))
 
 

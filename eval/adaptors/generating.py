@@ -12,6 +12,7 @@ import torch
 from conceptmoe_vl.asking import Answer, check_reachable, load_pretrained
 from conceptmoe_vl.continuous_batching import LogLikelihood, generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.prefixes import PrefixCache
 from conceptmoe_vl.requests import Prompt
 
 NAME = "conceptmoe_vl"
@@ -69,6 +70,17 @@ def batch_of(given: int | str | None) -> int:
     return size
 
 
+def prefix_cache_of(given: Any) -> PrefixCache:
+    """What requests share, in an argument's MiB; None: the default size, 0: nothing.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    if given is None:
+        return PrefixCache()
+    return PrefixCache(0 if str(given) == "0" else number_of(given, "prefix_cache", int) << 20)
+
+
 def generation_settings(given: dict[str, Any], longest: int) -> tuple[int, tuple[str, ...]]:
     """Most new tokens and the stop strings of a task's generation settings.
 
@@ -94,12 +106,14 @@ class HarnessModel:
 
     Fields:
         model, processor: loaded. batch_size: rows at a time. compression: None: as trained.
+        prefixes: what prompts share with each other and with earlier ones.
     """
 
     model: Any
     processor: Any
     batch_size: int
     compression: float | None
+    prefixes: PrefixCache
 
     def open(
         self,
@@ -107,6 +121,7 @@ class HarnessModel:
         device: str | None,
         batch_size: int | str | None,
         compression: Any,
+        prefix_cache: Any,
         unknown: dict[str, Any],
         own: Sequence[str],
     ) -> None:
@@ -118,8 +133,9 @@ class HarnessModel:
         Raises:
             UserError: no such model, or an argument is unknown or of no use.
         """
-        names = ["pretrained", "compression", *own]
+        names = ["pretrained", "compression", "prefix_cache", *own]
         refuse_unknown(unknown, f"{', '.join(names[:-1])} and {names[-1]}")
+        self.prefixes = prefix_cache_of(prefix_cache)
         self.model, self.processor = load_pretrained(pretrained_of(pretrained), device_of(device))
         self.batch_size = batch_of(batch_size)
         self.compression = number_of(compression, "compression", float)
@@ -127,7 +143,9 @@ class HarnessModel:
 
     def likelihoods(self, pairs: Sequence[tuple[Prompt, str]]) -> list[LogLikelihood]:
         """Of each continuation behind its prompt."""
-        return log_likelihoods(self.model, self.processor, pairs, self.batch_size, self.compression)
+        return log_likelihoods(
+            self.model, self.processor, pairs, self.batch_size, self.compression, self.prefixes
+        )
 
     def answers(
         self,
@@ -167,6 +185,7 @@ class HarnessModel:
                 stop,
                 self.compression,
                 keep,
+                prefixes=self.prefixes,
             )
         return [answers[number] for number in range(len(prompts))]
 

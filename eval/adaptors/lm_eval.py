@@ -40,6 +40,7 @@ class ConceptMoEVLForLMEval(HarnessModel, LM):
         compression: wanted tokens per concept; None: what the model was trained for.
         max_length: tokens of a window of loglikelihood_rolling; None: the model's longest.
         max_gen_toks: longest answer where the task sets none.
+        prefix_cache: MiB for what requests share; None: 1024, 0: every prompt in one pass.
 
     Raises:
         UserError: no such model, or an argument is unknown.
@@ -56,12 +57,13 @@ class ConceptMoEVLForLMEval(HarnessModel, LM):
         compression: float | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
+        prefix_cache: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
         self._rank, self._world_size = _join_processes()
         own = ("max_length", "max_gen_toks")
-        self.open(pretrained, device, batch_size, compression, unknown, own)
+        self.open(pretrained, device, batch_size, compression, prefix_cache, unknown, own)
         self._device = self.model.device
         longest = self.model.config.text.max_position_embeddings
         self.max_length = number_of(max_length, "max_length", int) or longest

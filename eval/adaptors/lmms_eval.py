@@ -27,6 +27,7 @@ class _ConceptMoEVL(HarnessModel, lmms):
         batch_size: rows at a time, "auto" is 16; it changes no answer.
         compression: wanted tokens per concept; None: what the model was trained for.
         max_new_tokens: longest answer where the task sets none.
+        prefix_cache: MiB for what requests share; None: 1024, 0: every prompt in one pass.
 
     Raises:
         UserError: no such model, or an argument is unknown.
@@ -40,10 +41,13 @@ class _ConceptMoEVL(HarnessModel, lmms):
         max_batch_size: int | None = None,
         compression: float | None = None,
         max_new_tokens: int = 256,
+        prefix_cache: int | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        self.open(pretrained, device, batch_size, compression, unknown, ("max_new_tokens",))
+        self.open(
+            pretrained, device, batch_size, compression, prefix_cache, unknown, ("max_new_tokens",)
+        )
         self.device = self.model.device
         self.max_new_tokens = number_of(max_new_tokens, "max_new_tokens", int)
 

@@ -149,6 +149,8 @@ class Task:
             pure function of the samples, in any number: the bootstrap resamples them.
         official_size: questions of the official test set; another count is reported beside the
             score, as the score is then no official one.
+        shares_prefixes: whether questions share images or examples; False: each prompt is computed
+            in one pass.
         scoring: JSON, for `results.json`: what parse and score were made from, if not from code.
     """
 
@@ -163,6 +165,7 @@ class Task:
     stop: tuple[str, ...] = ()
     metrics: Callable[[Sequence[Scored]], dict[str, float]] = mean_score
     official_size: int | None = None
+    shares_prefixes: bool = True
     scoring: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -169,4 +169,5 @@ TASK = Task(
     max_new_tokens=16,
     metrics=RatioOfSums(_figures),
     official_size=900,
+    shares_prefixes=False,  # an image has one question
 )

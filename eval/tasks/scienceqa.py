@@ -118,4 +118,5 @@ TASK = Task(
     max_new_tokens=16,
     metrics=RatioOfSums(_figures),
     official_size=4241,
+    shares_prefixes=False,  # an image has one question
 )

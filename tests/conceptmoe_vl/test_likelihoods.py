@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from conceptmoe_vl import likelihoods
+from conceptmoe_vl import likelihoods, token_scores
 from conceptmoe_vl.asking import load_pretrained, question_messages
 from conceptmoe_vl.continuous_batching import (
     LogLikelihood,
@@ -190,7 +190,7 @@ def test_the_prompt_of_several_choices_is_computed_once(plain, monkeypatch):
 def test_pieces_of_the_logits_and_of_the_copies_change_nothing(plain, monkeypatch):
     requests = requests_of()
     expected = log_likelihoods(*plain, requests)
-    monkeypatch.setattr(likelihoods, "_LOGIT_ENTRIES", 2 * plain[0].config.text.vocab_size)
+    monkeypatch.setattr(token_scores, "_LOGIT_ENTRIES", 2 * plain[0].config.text.vocab_size)
     monkeypatch.setattr(likelihoods, "_COPIED_TOKENS", 1)
     monkeypatch.setattr(likelihoods, "_CALL_TOKENS", 1)
     for result, other in zip(log_likelihoods(*plain, requests), expected, strict=True):
@@ -227,3 +227,15 @@ def test_what_is_refused(plain):
     with pytest.raises(ValueError, match="batch_size is 0"):
         log_likelihoods(*plain, [("a", "b")], batch_size=0)
     assert log_likelihoods(*plain, []) == []
+
+
+def test_losses_may_be_left_out(plain):
+    """Where nobody wants a gradient."""
+    model, processor = plain
+    inputs = padded_inputs(model, [encode_prompt(model, processor, "what is the color?")])
+    with torch.no_grad():
+        whole, bare = model(**inputs), model(**inputs, return_losses=False)
+    torch.testing.assert_close(whole.logits, bare.logits, atol=1e-4, rtol=0.0)
+    assert whole.ratio_loss is not None
+    assert (bare.ratio_loss, bare.balance_loss, bare.chunks.ratio) == (None, None, None)
+    assert model(**inputs, return_losses=False).ratio_loss.requires_grad

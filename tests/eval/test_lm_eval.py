@@ -18,6 +18,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from conceptmoe_vl import prefixes
 from conceptmoe_vl.asking import question_messages
 from conceptmoe_vl.continuous_batching import generate_all, log_likelihoods
 from conceptmoe_vl.errors import UserError
@@ -259,6 +260,26 @@ def test_against_lm_evals_own_model(model_folder, lm, data):
     assert [r[0][0] for r in responses(mine)] == [r[0][0].strip() for r in responses(theirs)]
 
 
+def test_requests_share_their_examples(model_folder, data, monkeypatch):
+    """To the bit what each gets alone; with a cache of 0 up to rounding."""
+    monkeypatch.setattr(prefixes, "_SHORTEST", 10)
+    lm = ConceptMoEVLForLMEval(str(model_folder), device="cpu", batch_size=4)
+    contexts = [f"what is it? red\n\nis it blue? no\n\n{row['question']}" for row in data[1]]
+    pairs = [(context, f" {choice}") for context in contexts for choice in CHOICES]
+    requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+    found = lm.loglikelihood(requests)
+    assert lm.prefixes.hits > lm.prefixes.misses > 0
+    for pair, result in zip(pairs, found, strict=True):
+        own = [n for n, other in enumerate(pairs) if other[0] == pair[0]]
+        alone = log_likelihoods(lm.model, lm.processor, [pairs[n] for n in own])
+        assert result == (alone[own.index(pairs.index(pair))].sum, result[1])
+    whole = ConceptMoEVLForLMEval(str(model_folder), device="cpu", prefix_cache=0)
+    for (mine, greedy), (other, _) in zip(whole.loglikelihood(requests), found, strict=True):
+        assert mine == pytest.approx(other, abs=2e-4)
+        assert isinstance(greedy, bool)
+    assert (whole.prefixes.hits, whole.prefixes.misses) == (0, 0)
+
+
 def test_few_shot_examples_and_a_begun_answer(lm):
     history = [
         {"role": "user", "content": "is it red?"},
@@ -280,7 +301,8 @@ def test_what_is_refused(model_folder, lm):
         ConceptMoEVLForLMEval(str(model_folder), dtype="float16")
     with pytest.raises(UserError, match="names no model"):
         ConceptMoEVLForLMEval()
-    for name, value in (("compression", "two"), ("max_length", -5), ("max_gen_toks", "nan")):
+    refused = {"compression": "two", "max_length": -5, "max_gen_toks": "nan", "prefix_cache": -1}
+    for name, value in refused.items():
         with pytest.raises(UserError, match=f"{name} is {value!r}; give a number above 0"):
             ConceptMoEVLForLMEval(str(model_folder), **{name: value})
     with pytest.raises(UserError, match="never calibrated"):

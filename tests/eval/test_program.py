@@ -192,6 +192,7 @@ def test_the_limit_takes_the_first_questions(model_folder, data, tmp_path):
         (["--tasks", ","], "names no task"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--limit", "-3"], "--limit is -3"),
+        (["--prefix-cache", "-1"], "--prefix-cache is -1"),
         (["--model", "nowhere"], "there is no model folder 'nowhere'"),
         (["--data", "nowhere"], "there are no shards 'nowhere/test-*.tar'"),
     ],

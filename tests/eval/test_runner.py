@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from conceptmoe_vl import prefixes
 from conceptmoe_vl.asking import load_pretrained
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import sha256_of
@@ -207,3 +208,34 @@ def test_a_question_that_a_mode_cannot_ask_is_named(loaded, tmp_path):
         Asker(*loaded, 1).ask(CHOOSE, [texts("what", ["a", ""], ["a"])], ReplyStore(tmp_path))
     with pytest.raises(UserError, match="question 'what': mode choose needs messages and choices"):
         Asker(*loaded, 1).ask(CHOOSE, [texts("what", [], ["a"])], ReplyStore(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["generate", "choose"])
+def test_what_questions_share_is_computed_once(loaded, tmp_path, monkeypatch, mode):
+    """Prompts, tokens and concepts are told as without; a task that shares nothing is not cut."""
+    monkeypatch.setattr(prefixes, "_SHORTEST", 10)
+    monkeypatch.setattr(prefixes, "_SHORTEST_REST", 3)
+    task = dataclasses.replace(CHOOSE, mode=mode)
+    image, choices = png("red"), ["red", "no circle"]
+    questions = [
+        dataclasses.replace(question(text, image, text), choices=choices)
+        for text in ("what is the shape?", "is there a circle?", "what is the color of it?")
+    ]
+    shared, alone = Asker(*loaded, 2), Asker(*loaded, 2)
+    found = shared.ask(task, questions, ReplyStore(tmp_path / "shared")).replies
+    assert (shared.prefixes.hits, shared.prefixes.misses) == (2, 1)
+    apart = dataclasses.replace(task, shares_prefixes=False)
+    expected = alone.ask(apart, questions, ReplyStore(tmp_path / "apart")).replies
+    assert (alone.prefixes.hits, alone.prefixes.misses) == (0, 0)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.tokens["image"] == 9
+        for (total, count), (wanted, wanted_count) in zip(
+            mine.log_likelihoods, other.log_likelihoods, strict=True
+        ):
+            assert total == pytest.approx(wanted, abs=2e-4)
+            assert count == wanted_count
+        assert dataclasses.replace(mine, log_likelihoods=()) == (
+            dataclasses.replace(other, log_likelihoods=())
+        )
+    keys = {question_key(each, questions[0]) for each in (task, apart)}
+    assert len(keys) == 2
