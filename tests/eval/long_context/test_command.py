@@ -34,15 +34,14 @@ def oracle(monkeypatch, names, answer_of):
     """Answers questions without the model: a function from prompt and right answer."""
     known = {}
 
-    def answer_all(model, processor, conversations, *more):
+    def answer_all(model, processor, conversations, *more, prefixes, on_prompt):
         if not known:
             for task in long_tasks(processor, names, Plan([LENGTH], GRID, 1)):
                 known.update({question.text: question for question in task.load(None)})
         on_answer = more[-1]
         for number, messages in enumerate(conversations):
             prompt = text_of(messages)
-            ids = torch.full((1, 2), 7)
-            model(input_ids=ids)  # which the runner watches
+            on_prompt(number, [7, 7], torch.ones(2, dtype=torch.bool))
             text = answer_of(prompt, known[prompt])
             on_answer(number, Answer(text, text, "", known[prompt].details["tokens"], 1))
 
