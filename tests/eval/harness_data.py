@@ -38,6 +38,7 @@ def write_task(folder: Path, name: str, lines: str, functions: str = "") -> None
         f"""task: {name}
 dataset_path: json
 dataset_kwargs:
+  cache_dir: {folder / "cache"}
   data_files:
     test: {folder / "data.jsonl"}
 test_split: test
