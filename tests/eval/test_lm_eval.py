@@ -73,10 +73,13 @@ metric_list:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline():
+def alone():
+    """No hub; and no launcher, whose variables DeepSpeed sets in a process that has none."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             patch.setenv(name, "1")
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
         yield
 
 
