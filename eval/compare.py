@@ -17,8 +17,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from conceptmoe_vl.errors import UserError
+from data_pipelines.visible import visible
 from eval.long_context.family import PREFIX, figures
 from eval.report import format_figure, write_json, write_lines
 from eval.statistics import PERMUTATIONS, RESAMPLES, SEED, Metrics, holm, paired
@@ -278,7 +280,8 @@ def _print(
     comparisons: Sequence[Comparison], notes: Sequence[str], runs: Sequence[str], console: Console
 ) -> None:
     for task, run in dict.fromkeys((line.task, line.run) for line in comparisons):
-        table = Table(title=f"{task}: {run} against {runs[0]}", title_justify="left")
+        title = Text(visible(f"{task}: {run} against {runs[0]}"), style="table.title")
+        table = Table(title=title, title_justify="left")
         table.add_column("questions")
         table.add_column("figure")
         for name in ("count", "first", "second", "difference", "95 % interval", "p (Holm)", ""):
@@ -293,14 +296,14 @@ def _print(
         "after Holm's adjustment for all lines above)"
     )
     for note in notes:
-        console.print(f"note: {note}")
+        console.print(Text(visible(f"note: {note}")))
 
 
-def _cells(line: Comparison) -> list[str]:
+def _cells(line: Comparison) -> list[str | Text]:
     # A small difference of perplexities is no share of anything.
     is_share = all(value is None or abs(value) <= 1 for value in (line.first, line.second))
     return [
-        line.group or "-",
+        Text(visible(line.group or "-")),  # a name from the data
         line.figure.replace("_", " "),
         str(line.count),
         format_figure(line.first, None)[0],

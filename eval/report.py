@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.files import written_whole
+from data_pipelines.visible import visible
 from eval.runner import MODALITIES, Sample
 from eval.statistics import RESAMPLES, SEED, estimate
 from eval.tasks import RatioOfSums, Task
@@ -89,8 +91,12 @@ _RATIOS = RatioOfSums(_ratio_parts, np.positive)
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
-    """The table of one task: a row for each kind, two columns for each figure."""
-    table = Table(title=results["description"], title_justify="left")
+    """The table of one task: a row for each kind, two columns for each figure.
+
+    Names come from data: their brackets are no markup, and no control character steers a terminal.
+    """
+    title = Text(visible(results["description"]), style="table.title")
+    table = Table(title=title, title_justify="left")
     table.add_column("questions")
     table.add_column("count", justify="right")
     for name in results["figures"]:
@@ -100,7 +106,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     kinds = results["by_kind"]
     if len(kinds) > 1:
         for kind, part in kinds.items():
-            table.add_row(kind or "-", *_cells(part, names))
+            table.add_row(Text(visible(kind or "-")), *_cells(part, names))
         table.add_section()
     table.add_row("all", *_cells(results, names), style="bold")
     console.print(table)

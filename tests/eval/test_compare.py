@@ -165,3 +165,13 @@ def test_folders_that_cannot_be_compared_are_refused(tmp_path, capsys):
     ):
         assert compare(*runs) == 2
         assert part in capsys.readouterr().err
+
+
+def test_kinds_and_folders_are_no_markup(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    kinds = ["[/b]even", "odd\x1b[2J"] * 4
+    runs = [save(tmp_path / name / "x", [1, 0] * 4, kinds) for name in ("[", "other[red]")]
+    assert compare(*runs) == 0
+    table = capsys.readouterr().out
+    assert "[/b]even" in "".join(table.split())
+    assert "\x1b" not in table

@@ -127,3 +127,15 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "task").write_text("no folder")
     with pytest.raises(UserError, match=r"task/results.json' cannot be written .* --output"):
         write_results(tmp_path / "task", {})
+
+
+def test_names_of_the_data_are_neither_markup_nor_control_characters():
+    results = summarise(TASK, make_samples(), SPEED)
+    results["description"] = "[/b]signs[red]"
+    results["by_kind"] = dict(
+        zip(["[/i]a[bold]", "b\x1b[2J"], results["by_kind"].values(), strict=False)
+    )
+    text = printed(results)
+    for shown in ("[/b]signs[red]", "[/i]a[bold]", "b<U+001B>[2J"):
+        assert shown in text
+    assert "\x1b" not in text
