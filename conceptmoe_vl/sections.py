@@ -387,12 +387,17 @@ def build_section(section: str, values: Any) -> Any:
     kind = SECTIONS[section]
     if isinstance(values, kind):
         return values
+    check_fields(section, values)
+    return kind(**values)
+
+
+def check_fields(section: str, values: Any) -> None:
+    """Raises `ValueError` unless these are some of a section's fields, and of their types."""
     if not isinstance(values, dict):
         raise ValueError(
             f"configuration section '{section}' is {values!r}; give a mapping of its fields"
         )
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     check_known_keys(values, fields, section)
     for key, value in values.items():
         check_type(section, key, value, str(fields[key].type))
-    return kind(**values)

@@ -7,6 +7,7 @@ from typing import Any
 
 from conceptmoe_vl.configuration import check_known_keys
 from conceptmoe_vl.errors import UserError
+from conceptmoe_vl.sections import check_fields
 
 
 def require(condition: bool, message: str) -> None:
@@ -19,6 +20,14 @@ def require_known(given: Any, known: Any, where: str) -> None:
     """Raises `UserError` that names the nearest known key for the first unknown one."""
     try:
         check_known_keys(given, known, where)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def require_fields(section: str, values: Any) -> None:
+    """Raises `UserError` unless these are some of the fields of a section of the model."""
+    try:
+        check_fields(section, values)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -21,8 +21,10 @@ from typing import Any
 
 from conceptmoe_vl.errors import UserError
 from conceptmoe_vl.field_checks import refuse_idle
+from conceptmoe_vl.sections import SECTIONS
 
 from .checks import require as _require
+from .checks import require_fields as _require_fields
 from .checks import require_known as _require_known
 from .chunk_schedule import ChunkSchedule
 from .config_checks import check_training
@@ -85,6 +87,9 @@ class ModelSection:
             f"model.tokenizer.path is {path}, which has no effect: model.init_from brings its own "
             "tokenizer; leave one of them out",
         )
+        for section in SECTIONS:
+            if getattr(self, section) is not None:
+                _require_fields(section, getattr(self, section))
 
 
 @dataclasses.dataclass

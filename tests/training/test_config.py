@@ -43,9 +43,11 @@ def path(tmp_path):
 
 
 def test_resolved_configuration_is_a_valid_input(path, tmp_path):
-    config = load_run_config(path(MINIMAL), ["training.learning_rate=3e-4", "model.text.k=[1, 2]"])
+    config = load_run_config(
+        path(MINIMAL), ["training.learning_rate=3e-4", "model.text.concept_loops=[[0, 1, 2]]"]
+    )
     assert config.training.learning_rate == 3e-4
-    assert config.model.text == {"k": [1, 2]}
+    assert config.model.text == {"concept_loops": [[0, 1, 2]]}
     config.save(tmp_path / "out" / "config.yaml")
     assert load_run_config(tmp_path / "out" / "config.yaml") == config
 
@@ -56,6 +58,9 @@ def test_resolved_configuration_is_a_valid_input(path, tmp_path):
         ("training.max_step=3", r"'training.max_step'; the nearest known key is 'max_steps'"),
         ("trainin.max_steps=3", r"'config.trainin'; the nearest known key is 'training'"),
         ("model.tokenizer.vocabsize=3", "nearest known key is 'vocab_size'"),
+        # before anything is compared with a run that is there
+        ("model.chunk.targt_ratio=4", "nearest known key is 'target_ratio'"),
+        ("model.text.hidden_size=wide", "hidden_size"),
         ("training.max_steps=many", "'training.max_steps' is 'many'; its type is int or null"),
         ("training.checkpoint_at_end=1", "its type is bool"),
         ("training.log_every=true", "its type is int"),
@@ -126,16 +131,20 @@ def test_a_file_extends_another(tmp_path):
     base = {**MINIMAL, "data": {"shards": "x", "seed": 3}, "training": {"max_steps": 5, "seed": 4}}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "middle.yaml").write_text(
-        "extends: base.yaml\nmodel: {text: {k: {a: 1, b: [1]}}}\n"
+        "extends: base.yaml\n"
+        "model:\n"
+        "  text: {rope_scaling: {rope_type: linear, factor: 2}, concept_loops: [[0, 0, 2]]}\n"
     )
     child = tmp_path / "sub" / "child.yaml"
     child.write_text(
-        "extends: ../middle.yaml\nrun_dir: other\nmodel: {text: {k: {b: [2]}}}\n"
+        "extends: ../middle.yaml\nrun_dir: other\n"
+        "model: {text: {rope_scaling: {factor: 4}, concept_loops: [[1, 1, 2]]}}\n"
         "training: {max_steps: null, max_minutes: 2}\n"
     )
     config = load_run_config(child)
     assert (config.run_dir, config.data) == ("other", {"shards": "x", "seed": 3})
-    assert config.model.text == {"k": {"a": 1, "b": [2]}}
+    scaling = {"rope_type": "linear", "factor": 4}
+    assert config.model.text == {"rope_scaling": scaling, "concept_loops": [[1, 1, 2]]}
     training = config.training
     assert (training.max_steps, training.max_minutes, training.seed) == (None, 2.0, 4)
 
