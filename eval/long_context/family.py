@@ -221,6 +221,7 @@ def _task(
         score=lambda parsed, question: keys.score(parsed, question.details),
         max_new_tokens=meter.answer_tokens(", ".join(wanted)) + room,
         metrics=figures,
+        shares_prefixes=False,  # a text of its own each, whose state would be held twice
     )
 
 
