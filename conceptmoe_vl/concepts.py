@@ -203,7 +203,8 @@ def merge_tokens(
         goes_on = torch.where(lengths > 0, concepts.layout.cu_seqlens[:-1].long(), stays)
         sums = sums.index_add(0, goes_on, open_chunks.sum_GD)
         counts = counts.index_add(0, goes_on, open_chunks.count_G)
-        open_chunks = OpenChunks(sums[count:], counts[count:])
+        # Copies: views would keep the sums of all concepts for as long as a cache is kept.
+        open_chunks = OpenChunks(sums[count:].clone(), counts[count:].clone())
     merged = sums[:count]
     if merge == "mean":
         merged = merged / counts[:count, None]
