@@ -35,8 +35,12 @@ _FOUND = {
     "name": _whole(rf"(?:{'|'.join(ADJECTIVES)})-(?:{'|'.join(NOUNS)})"),
     "sequence": re.compile(r"\d+"),
 }
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")  # 1,234,567
-_NUMBERING = re.compile(r"^\s*(\d+)[.)] +(?=[^\d\n]*\d)", re.M)
+# 1,234,567 as English, other languages, code and LaTeX group it.
+_THOUSANDS = re.compile(
+    r"(?<!\d)\d{1,3}([,.'\u2019_ \u00a0\u2009\u202f]|\{,\}|\\,)\d{3}(?:\1\d{3})*(?!\d)"
+)
+_HYPHENS = re.compile("[\u2010-\u2013\u2212]")  # what chat models write for "-"
+_NUMBERING = re.compile(r"^\s*[*(]*(\d+)[.):]\**:? +(?=[^\d\n]*\d)", re.M)
 _SEPARATOR = ", "
 # Characters an answer may have beside its keys: in all, and for each of them.
 _ROOM, _ROOM_OF_KEY = 200, 60
@@ -96,8 +100,10 @@ def draw_keys(
 def read_keys(text: str, shape: str) -> list[str]:
     """The keys that an answer names: each once, in the order of their first places. Of a sequence
     all numbers in their order."""
+    text = _HYPHENS.sub("-", text)
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
     if shape == "number":
-        text = _THOUSANDS.sub("", text)
+        text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     elif shape == "sequence":
         text = _without_numbering(text)
     found = [match.lower() for match in _FOUND[shape].findall(text)]
