@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if read_number("WORLD_SIZE", 1) > 1:
         raise UserError("python -m eval chunks is one process; start it without torchrun")
     check_counts(arguments, "prompts", "batch_size", "limit")
-    check_counts(arguments, "pictures", least=0)
+    check_counts(arguments, "pictures", "prefix_cache", least=0)
     ratios = _ratios(arguments.compressions)
     arguments.output = Path(arguments.output or default_output(Path(arguments.model)))
     model, processor = load_pretrained(arguments.model, arguments.device)
