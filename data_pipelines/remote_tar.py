@@ -8,10 +8,10 @@ follows webdataset's format, by Python's tarfile, and not its reader.
 from __future__ import annotations
 
 import tarfile
-from typing import Any, Protocol
+from typing import Protocol
 
 from data_pipelines.sampling import RawSample
-from data_pipelines.shard_index import BLOCK, split_name
+from data_pipelines.shard_index import split_name
 
 
 class ByteStream(Protocol):
@@ -25,17 +25,24 @@ class TarFaultError(Exception):
     """A tar that ends early, is damaged, or holds another number of samples."""
 
 
+# Names of every release of Python, but not of its documentation.
+_END_MARK = tarfile.EOFHeaderError  # type: ignore[attr-defined]
+_NO_HEADER = (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError)  # type: ignore[attr-defined]
+
+
 class _Header(tarfile.TarInfo):
     """A header whose damage is an error, where tarfile takes it for the end of the archive."""
 
     @classmethod
-    def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> _Header:
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Header:
+        # Not `frombuf`: newer releases of Python read headers past it.
         try:
-            return super().frombuf(buf, encoding, errors)
+            return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
-            if bytes(buf) == bytes(BLOCK):
-                raise  # the end mark
-            what = "a header is broken" if len(buf) == BLOCK else "it ends without its end mark"
+            if isinstance(error, _END_MARK):
+                raise
+            missing = isinstance(error, _NO_HEADER)
+            what = "it ends without its end mark" if missing else "a header is broken"
             raise TarFaultError(what) from error
 
 
