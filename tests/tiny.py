@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -198,3 +199,16 @@ def logits_of(model, documents: list[Document], native: bool = False) -> list[Te
     """Packed logits, cut into documents `[N, V]`."""
     out = model(**packed(documents, native=native))
     return list(out.logits.split([len(document.ids) for document in documents]))
+
+
+def tokens_of_calls(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of input tokens of every call of the model from here on."""
+    seen: list[int] = []
+    forward = type(model).forward
+
+    def watched(self, *args, **inputs):
+        seen.append(inputs["input_ids"].numel())
+        return forward(self, *args, **inputs)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    return seen

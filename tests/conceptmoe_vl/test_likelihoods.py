@@ -22,6 +22,7 @@ from conceptmoe_vl.processing import EncodedSample
 from conceptmoe_vl.requests import encode_prompt, padded_inputs
 from tests.model_folder import save_model_folder
 from tests.pictures import png
+from tests.tiny import tokens_of_calls
 
 CHOICES = ("a", "red", "no circle is there", "blue", "the shape")
 MODES = [
@@ -167,14 +168,7 @@ def test_equal_choices_are_computed_once(plain, monkeypatch):
 
 def test_the_prompt_of_several_choices_is_computed_once(plain, monkeypatch):
     model, processor = plain
-    seen = []
-    forward = type(model).forward
-
-    def watched(self, *args, **inputs):
-        seen.append(inputs["input_ids"].numel())
-        return forward(self, *args, **inputs)
-
-    monkeypatch.setattr(type(model), "forward", watched)
+    seen = tokens_of_calls(model, monkeypatch)
     prompt = question_messages([png(1)], "what shape is it?")
     tokens = len(encode_prompt(model, processor, prompt).input_ids)
     log_likelihoods(model, processor, [(prompt, letter) for letter in "abcd"])

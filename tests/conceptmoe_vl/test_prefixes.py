@@ -19,7 +19,7 @@ from conceptmoe_vl.requests import encode_prompt
 from tests.combos import every_combination, model_of
 from tests.model_folder import save_model_folder
 from tests.pictures import png
-from tests.tiny import PLAIN_VISION, Document, make_document, tiny_model
+from tests.tiny import PLAIN_VISION, Document, make_document, tiny_model, tokens_of_calls
 
 MODES = [
     {"router": "cosine", "image_mode": "grid", "init": "random"},
@@ -350,14 +350,7 @@ def test_the_latest_used_parts_stay_within_the_bytes(plain):
 
 def test_a_part_is_computed_once(plain, monkeypatch):
     model, processor = plain
-    seen = []
-    forward = type(model).forward
-
-    def watched(self, *args, **inputs):
-        seen.append(inputs["input_ids"].numel())
-        return forward(self, *args, **inputs)
-
-    monkeypatch.setattr(type(model), "forward", watched)
+    seen = tokens_of_calls(model, monkeypatch)
     examples = "what is it? red\n\nis there a circle? no\n\n"
     texts = [examples + question for question in ("what shape is it?", "is there a shape?")]
     lengths = [len(encode_prompt(model, processor, text).input_ids) for text in texts]
